@@ -57,12 +57,13 @@ Until = Annotated[str | None, typer.Option(help=f"Only jobs submitted before thi
 
 
 def _filter_of(
-    tenant: str | None, state: list[str] | None, since: str | None, until: str | None, **given: Any
+    now_s: float, tenant: str | None, state: list[str] | None, since: str | None, until: str | None, **given: Any
 ) -> JobFilter:
-    """Return the filter that the options of a command name. Raises RequestError."""
+    """Return the filter that the options of a command name. `now_s`: from which ages count. Raises RequestError."""
     from penstock.contract.job_actions import JobFilter
 
-    times = {"submitted_after": unix_s_of(since, "since"), "submitted_before": unix_s_of(until, "until")}
+    begin_s, end_s = unix_s_of(since, "since", now_s), unix_s_of(until, "until", now_s)
+    times = {"submitted_after": begin_s, "submitted_before": end_s}
     return JobFilter.of({**given, "state": state or None, **times}, tenant=tenant)
 
 
@@ -109,8 +110,11 @@ def list_jobs(
         """`begin` gets the time of Redis, in ms, and returns what shows a job."""
         from penstock.queue.broker.job_lists import MAX_PAGE_JOBS
 
-        wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
+        given: dict[str, Any] = {"tenant": tenant, "state": state, "since": since, "until": until, "pool": pool}
+        given |= {"priority": priority, "background": background, "tag": tag}
+        _filter_of(time.time(), **given)  # A wrong option is refused before Redis is asked for its time.
         async with _pages(redis_url, pool) as (page_of, now_ms):
+            wanted = _filter_of(now_ms / 1000, **given)
             num_left, after, show = limit, None, begin(now_ms)
             while num_left:
                 page = await page_of(wanted, after=after, limit=min(num_left, MAX_PAGE_JOBS))
@@ -289,18 +293,22 @@ def bulk(
     from penstock.contract.job_actions import JobChange, checked_class, require_filter
 
     change = JobChange(action, not_before, checked_class(to_priority), to_background)
-    wanted = _filter_of(tenant, state, since, until, pool=pool, priority=priority, background=background, tag=tag)
+    given: dict[str, Any] = {"tenant": tenant, "state": state, "since": since, "until": until, "pool": pool}
+    given |= {"priority": priority, "background": background, "tag": tag}
+    of_here = _filter_of(time.time(), **given)
 
     async def work(*, is_dry: bool) -> dict[str, Any]:
         from penstock.producer.client import AsyncClient
+        from penstock.queue.broker.connection import redis_now_ms
 
         owner = tenant or "default"
         async with AsyncClient(redis_url_of(redis_url)) as client:
+            wanted = _filter_of(await redis_now_ms(client.servers.directory.redis) / 1000, **given)
             bulk_id = await client.control.start(change, wanted, owner=owner, dry_run=is_dry, all_jobs=all_jobs)
             return (await client.control.finished(bulk_id, wanted, tenant=owner)).as_object()
 
     if action == "cancel" and not (dry_run or yes):
-        require_filter(change, wanted, all_jobs=all_jobs)
+        require_filter(change, of_here, all_jobs=all_jobs)
         found = asyncio.run(work(is_dry=True))
         whose = "all tenants" if tenant is None else f"tenant {tenant}"
         num_jobs, num_running = found["changed"] + found["asked_to_stop"], found["asked_to_stop"]

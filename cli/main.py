@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -102,6 +103,8 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
 }
 """The subcommands under the headings of the help."""
 ENTRIES = {entry.name: entry for entries in PANELS.values() for entry in entries}
+LOGGING_COMMANDS = frozenset(("serve", "node", "rank", "gateway"))
+"""The commands that write a log."""
 
 
 class _Root(Group):
@@ -109,6 +112,7 @@ class _Root(Group):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"commands": LazyCommands(ENTRIES)})
+        self._asks_for_json = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all subcommands without importing them."""
@@ -136,7 +140,7 @@ class _Root(Group):
         try:
             return super().invoke(ctx)
         except PenstockError as error:
-            write_error(error.reason)
+            write_error(error.reason, as_json=self._asks_for_json)
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
@@ -144,6 +148,8 @@ class _Root(Group):
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run the command line. A wrong use ends with one line on stderr."""
         standalone_mode = options.get("standalone_mode", True)
+        words = options.get("args") or (arguments[0] if arguments else None) or sys.argv[1:]
+        self._asks_for_json = _asks_for_json([*words])
         try:
             status = super().main(*arguments, **options | {"standalone_mode": False})
             # What is still in the buffer may not fit on a disk, which must not go unnoticed.
@@ -151,7 +157,7 @@ class _Root(Group):
         except typer.TyperException as error:
             if not standalone_mode:
                 raise
-            write_error(usage_line(error))
+            write_error(usage_line(error), as_json=self._asks_for_json)
             sys.exit(error.exit_code)
         except (OSError, ExceptionGroup) as error:
             if not standalone_mode or (problem := problem_of_output(error)) is None:
@@ -162,6 +168,15 @@ class _Root(Group):
         if not standalone_mode:
             return status
         sys.exit(status or 0)
+
+
+def _asks_for_json(words: Sequence[str]) -> bool:
+    """Return whether a command line starts a process whose log is to be JSON: then its errors are, too."""
+    if not words or words[0] not in LOGGING_COMMANDS:
+        return False
+    given = [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--log-format"]
+    given += [word.removeprefix("--log-format=") for word in words if word.startswith("--log-format=")]
+    return (given or [os.environ.get("PENSTOCK_LOG_FORMAT", "")])[-1] == "json"
 
 
 app = App(cls=_Root, add_completion=True)

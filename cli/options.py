@@ -9,7 +9,6 @@ import ast
 import inspect
 import re
 import sys
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -31,12 +30,15 @@ TIME_HELP = "An age such as 90m, 2h or 3d, or a time such as 2026-11-22T05:00 (U
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def unix_s_of(text: str | None, flag: str) -> float | None:
-    """Return the Unix time, in seconds, that a flag's text means, see TIME_HELP. Raises RequestError."""
+def unix_s_of(text: str | None, flag: str, now_s: float) -> float | None:
+    """Return the Unix time, in seconds, that a flag's text means, see TIME_HELP. An age counts back from `now_s`.
+
+    Raises RequestError.
+    """
     if text is None:
         return None
     if text[:-1].isdecimal() and text[-1] in _UNIT_S:
-        return max(0.0, time.time() - int(text[:-1]) * _UNIT_S[text[-1]])
+        return max(0.0, now_s - int(text[:-1]) * _UNIT_S[text[-1]])
     try:
         given = datetime.fromisoformat(text)
     except ValueError:

@@ -63,9 +63,15 @@ def write_line(*words: object, end: str = "\n", file: TextIO | None = None) -> N
     write_text(" ".join(map(str, words)) + end, file)
 
 
-def write_error(message: str) -> None:
-    """Print the line on stderr that tells why a command ends. A supervisor may pass it on to a terminal."""
-    write_text(f"penstock: {without_controls(message)}\n", sys.stderr)
+def write_error(message: str, *, as_json: bool = False) -> None:
+    """Print the line on stderr that tells why a command ends. A supervisor may pass it on to a terminal.
+
+    as_json: whether it is to be JSON, although the command has no log yet.
+    """
+    # It takes time to import, and most commands end without an error.
+    from penstock.runtime.logging import tell_end
+
+    tell_end(message, as_json=as_json)
 
 
 def confirm(question: str, *, is_sure: bool, can_ask: bool = True) -> None:

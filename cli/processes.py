@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.runtime.logging import LogSettings, has_color
+from penstock.runtime.logging import END_EVENT, LogSettings, has_color
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 from penstock.runtime.terminal import only_colors
@@ -74,7 +74,8 @@ def _end_event_in(line: str) -> tuple[str, str] | None:
         level = _LEVELS[_LEVELS.index(record["level"])]
     except (ValueError, TypeError, KeyError):
         return None
-    return level, ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
+    told = [str(record[name]) for name in ("message", "reason") if name in record]
+    return level, ": ".join(told[1:] if told[0] == END_EVENT and told[1:] else told)
 
 
 _log = logging.getLogger(__package__)
@@ -394,6 +395,8 @@ async def first_ready(children: Sequence[Child]) -> Event:
 
 _ERROR = "penstock: "
 """What begins the line with which a command ends."""
+_END, _TRACEBACK = f'"message": "{END_EVENT}"', '"exc_info"'
+"""The same in JSON, and what a line with a traceback has."""
 
 
 def relay_of(logs: LogSettings) -> LogSink:
@@ -401,7 +404,7 @@ def relay_of(logs: LogSettings) -> LogSink:
     is_json = logs.format_for(sys.stderr) == "json"
 
     def relay(name: str, line: str) -> None:
-        if line.startswith(_ERROR):
+        if line.startswith(_ERROR) or (_END in line and _TRACEBACK not in line):
             return  # This command says it, when the child has ended.
         if not is_json:
             print(f"{log_prefix(name)}{only_colors(line)}", file=sys.stderr, flush=True)  # noqa: T201

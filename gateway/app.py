@@ -46,7 +46,7 @@ from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes, soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
-from penstock.gateway.http.middleware.access_log import AccessLog
+from penstock.gateway.http.middleware.access_log import AccessLog, log_unparsed
 from penstock.gateway.http.middleware.cors import Cors, allows_any_page, check_origins
 from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.http.middleware.request_forms import HeadRequests, PlainPaths, SubprotocolKey
@@ -204,11 +204,13 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The app, the event that ends its endless streams when the server process stops, and its client of the queue."""
+    """The app, with what its server needs beside it."""
 
     app: FastAPI
     stopping: asyncio.Event
+    """Ends the app's endless streams when the server process stops."""
     client: AsyncClient
+    metrics: GatewayMetrics
 
 
 def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
@@ -260,7 +262,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(routes))
     app.add_middleware(PlainPaths)
-    return Gateway(app, services.stopping, client)
+    return Gateway(app, services.stopping, client, metrics)
 
 
 def schemas_of(apis: Sequence[HttpDialect]) -> BodySchemas:
@@ -413,11 +415,12 @@ def max_connections_of(settings: GatewaySettings) -> int:
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
     """Return the server of one gateway process. It is not started yet."""
     gateway = create_gateway(settings)
+    sockets = (route.path for route in gateway.app.routes if isinstance(route, WebSocketRoute))
     config = uvicorn.Config(
         gateway.app,
         host=settings.host,
         port=settings.port,
-        http=head_with_sockets(route.path for route in gateway.app.routes if isinstance(route, WebSocketRoute)),
+        http=head_with_sockets(sockets, partial(log_unparsed, gateway.metrics)),
         ws=BoundedSocket,
         ws_max_size=settings.max_body_bytes,
         ws_ping_interval=PING_INTERVAL_S,

@@ -6,6 +6,8 @@ WebSocket has many streams.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +17,10 @@ from penstock.contract.output import Usage
 
 COMPLETE, FAILED, CALLER_LEFT = "complete", "failed", "caller_left"
 """How a stream ended. One that the end of the gateway's drain cut off has failed, too."""
+
+
+MAX_JOBS_SHOWN = 64
+"""Most job ids in JOB_HEADER and in a line of the log. A longer header is too long for common HTTP clients."""
 
 
 class RequestLine:
@@ -36,6 +42,10 @@ class RequestLine:
         """Note an error that the caller sees."""
         self.code, self.pool = error.code, error.pool or self.pool
 
+    def note_jobs(self, job_ids: Sequence[str]) -> None:
+        """Note the jobs of a request, of many the first."""
+        self.job = ", ".join(job_ids[:MAX_JOBS_SHOWN])
+
     def note_usage(self, usage: Usage | None) -> None:
         """Add the tokens of one job, if they are known."""
         if usage is not None:
@@ -54,6 +64,17 @@ class RequestLine:
 
 
 LINE: ContextVar[RequestLine | None] = ContextVar("penstock_request_line", default=None)
+
+
+@contextmanager
+def new_line() -> Iterator[RequestLine]:
+    """Yield the line that is noted in the block, and in the tasks that it starts."""
+    line = RequestLine()
+    token = LINE.set(line)
+    try:
+        yield line
+    finally:
+        LINE.reset(token)
 
 
 def line_of_request() -> RequestLine:

@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -26,13 +25,12 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import config_of_pool
 from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
-from penstock.runtime.logging import LOADING_STAGES, ProgressLog
+from penstock.runtime.logging import LOADING_STAGES, ProgressLog, tell_crash, tell_end
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
-from penstock.runtime.terminal import without_controls
 
 log = logging.getLogger(__package__)
 
@@ -84,9 +82,9 @@ def _report_end(error: BaseException | None, exit_code_of: Callable[[PenstockErr
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, PenstockError):
-        sys.stderr.write(f"penstock: {without_controls(error.reason)}\n")
+        tell_end(error.reason)
         return exit_code_of(error)
-    traceback.print_exception(error)
+    tell_crash(error)
     return 1
 
 

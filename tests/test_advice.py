@@ -228,6 +228,7 @@ FOLLOWED = {
     "pip install {}; then `penstock doctor`": "test_missing_gpu_requirements_are_reported_with_advice",
     "the terms of the API key": "it is a command that tests/cli/test_keys.py tests",
     "`penstock pools resume` with": "test_paused_job_names_the_pause_and_no_other_tenant",
+    "`penstock jobs cancel ID`; else another node": "test_job_that_lost_two_nodes_says_that_it_may_have_to_run_alone",
     "`penstock jobs change ID --not-before 0` starts it now": "test_job_says_when_it_starts_and_what_ended_it",
     "another node; `penstock top` shows the load": "it is a command that tests/cli/top tests",
     "start a node; `penstock doctor` names dead ones": "test_job_without_a_node_says_so",

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import starmap
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
+from penstock.cli.machine.check import Check as Check
 from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
 from penstock.cli.services import missing_packages, missing_requirements
@@ -41,20 +42,6 @@ from penstock.kernels.cpu.probe import (
 from penstock.queue.broker.redis_clock import WARN_S
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, pool_urls, redis_names_of, without_password
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
-
-    level: Literal["ok", "warn", "fail"]
-    subject: str
-    finding: str
-    advice: str = ""
-    """What the operator should do. Empty: nothing."""
-    redis: str = ""
-    """Which of several Redis it is about (`redis_names_of`). Empty: the only one, or this machine."""
-
 
 MIN_REDIS = (6, 2)
 PATCHED = {
@@ -163,6 +150,7 @@ async def check_each(names: Mapping[str, str]) -> list[Check]:
 
 async def check_redis(url: str) -> list[Check]:
     """Check the Redis at `url`."""
+    from penstock.cli.machine.redis_servers import check_servers
     from penstock.queue.broker.connection import connect, translated
 
     try:
@@ -172,7 +160,7 @@ async def check_redis(url: str) -> list[Check]:
     except PenstockError as error:
         return [_unusable(url, error)]
     clock = judge_clock(seconds + us / 1e6 - time.time())
-    return [Check("ok", "Redis", f"at {without_password(url)}"), clock, *judge_redis(info)]
+    return [Check("ok", "Redis", f"at {without_password(url)}"), clock, *judge_redis(info), *await check_servers(url)]
 
 
 def judge_clock(offset_s: float) -> Check:

@@ -146,7 +146,7 @@ class PoolFrame:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """All pools at one moment. `time_ms` is by the clock of this machine."""
+    """All pools at one moment. `time_ms` is by the pools' clock; without a pool, by that of this machine."""
 
     time_ms: int
     pools: tuple[PoolFrame, ...]
@@ -246,7 +246,8 @@ class TopReader:
             for activity in activities
             if activity.pool not in folded
         )
-        return Frame(time.time_ns() // 1_000_000, pools, len(names) - len(shown), folded=tuple(folded))
+        time_ms = max((one.now_ms for one in activities), default=time.time_ns() // 1_000_000)
+        return Frame(time_ms, pools, len(names) - len(shown), folded=tuple(folded))
 
     def _pool_of(self, model: str, activity: PoolActivity, now_s: float) -> PoolFrame:
         live = {node.pressure.node_id: node for node in activity.nodes}
@@ -321,7 +322,7 @@ class TopReader:
         last = {event.node_id: event for event in activity.events if event.kind in ("node_left", "node_lost")}
         found = {}
         for node_id, event in last.items():
-            age_s = max(0.0, time.time() - event.at_ms / 1000)
+            age_s = max(0.0, (activity.now_ms - event.at_ms) / 1000)
             if event.kind == "node_lost" and node_id not in live and age_s < DEAD_SHOWN_S:
                 found[node_id] = NodeRow(node_id, "dead", f"declared dead {age_s:.0f} s ago")
         for (pool, node_id), seen in list(self._seen.items()):

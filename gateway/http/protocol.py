@@ -11,7 +11,8 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Iterable
+import uuid
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +20,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
-from penstock.gateway.errors import error_body
+from penstock.gateway.errors import ID_HEADER, error_body
 from penstock.gateway.stream.writer import offer_direct_body
 
 # A bound on how long unsent bytes wait for a client that has stopped reading.
@@ -99,6 +100,8 @@ class BoundedHead(HttpToolsProtocol):
 
     socket_paths: frozenset[bytes] = frozenset()
     """The paths of WebSockets."""
+    note_refusal: Callable[[PenstockError, HTTPStatus, str], None] = staticmethod(lambda *_: None)
+    """Logs and counts an answer that no route gives, with the id in its header."""
     _num_head_bytes = 0
     """Bytes received outside of bodies. Each part of a body resets the count."""
     _head_error: tuple[PenstockError, HTTPStatus] | None = None
@@ -269,16 +272,20 @@ class BoundedHead(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
         if running is None or running.response_complete or not running.response_started:
-            body = json.dumps(error_body(error)).encode()
+            body, request_id = json.dumps(error_body(error)).encode(), uuid.uuid4().hex
+            self.note_refusal(error, status, request_id)
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            head += f"x-content-type-options: nosniff\r\n{headers}"
+            head += f"x-content-type-options: nosniff\r\n{ID_HEADER.lower()}: {request_id}\r\n{headers}"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
 
-def head_with_sockets(paths: Iterable[str]) -> type[BoundedHead]:
+def head_with_sockets(
+    paths: Iterable[str], note_refusal: Callable[[PenstockError, HTTPStatus, str], None]
+) -> type[BoundedHead]:
     """Return the protocol of a gateway with WebSockets at these paths."""
-    return type("BoundedHead", (BoundedHead,), {"socket_paths": frozenset(path.encode() for path in paths)})
+    own = {"socket_paths": frozenset(path.encode() for path in paths), "note_refusal": staticmethod(note_refusal)}
+    return type("BoundedHead", (BoundedHead,), own)
 
 
 def _too_large() -> tuple[PenstockError, HTTPStatus]:

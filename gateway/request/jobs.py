@@ -25,8 +25,6 @@ from penstock.queue.broker.producer import ServedPool
 from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
 from penstock.runtime.event_loop import try_all
 
-MAX_JOBS_SHOWN = 64
-"""Most job ids in JOB_HEADER and in a line of the log. A longer header is too long for common HTTP clients."""
 LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
 
@@ -60,7 +58,7 @@ async def open_jobs(
                 with naming_prompt(body, number):
                     jobs.append(await client.submit(prompt, **generation.options_of(number)))
                 del prompt
-        line_of_request().job = ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])
+        line_of_request().note_jobs([job.id for job in jobs])
         del body, generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
         yield jobs
     except BaseException as error:

@@ -26,9 +26,9 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
-from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_logprobs, check_num_jobs, open_jobs
+from penstock.gateway.request.jobs import check_logprobs, check_num_jobs, open_jobs
 from penstock.gateway.request.reading import RequestReader
-from penstock.gateway.request_line import line_of_request
+from penstock.gateway.request_line import MAX_JOBS_SHOWN, line_of_request
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder

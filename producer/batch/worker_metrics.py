@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,12 @@ _LOG = logging.getLogger(__package__)
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """The variable by which prometheus_client knows the folder. It is read when the package is imported."""
-SCRAPE_TIMEOUT_S = 2.0
-"""Seconds that a scrape waits for Redis."""
+READ_TIMEOUT_S = 2.0
+"""Seconds that a reader waits for Redis."""
+SCRAPE_WAIT_S = 0.15
+"""Seconds that a scrape waits for the reader. Then it reports what was read last."""
+MAX_AGE_S = 60.0
+"""Seconds after which a number is too old to be reported."""
 _STATES = {"SUCCESS": "succeeded", "FAILURE": "failed", "RETRY": "retried"}
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 60, 300, 900, 3600, 14_400, 86_400)
 
@@ -203,6 +208,35 @@ def _served(app: Celery, port: int, host: str, queue: str) -> Iterator[None]:
         thread.join()
 
 
+class LatestNumber:
+    """A number that a thread reads, at each look. A look waits for it only for `SCRAPE_WAIT_S`."""
+
+    def __init__(self, read: Callable[[], int | None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`read` returns None if there is no answer, and may take long."""
+        self._read = read
+        self._clock = clock
+        self._turn = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._known: tuple[int, float] | None = None
+
+    def look(self) -> tuple[int, float] | None:
+        """Return the newest number and its age in seconds; None if there was none in the last `MAX_AGE_S`."""
+        with self._turn:
+            if self._reader is None or not self._reader.is_alive():
+                self._reader = threading.Thread(target=self._run, name="penstock waiting tasks", daemon=True)
+                self._reader.start()
+            reader = self._reader
+        reader.join(SCRAPE_WAIT_S)
+        if (known := self._known) is None or (age_s := self._clock() - known[1]) > MAX_AGE_S:
+            return None
+        return known[0], age_s
+
+    def _run(self) -> None:
+        asked_s = self._clock()
+        if (number := self._read()) is not None:
+            self._known = number, asked_s
+
+
 class _WorkerCollector:
     """A Prometheus collector of what all processes of a worker counted, and of the tasks that wait."""
 
@@ -210,6 +244,7 @@ class _WorkerCollector:
         self._app = app
         self._folder = folder
         self._queue = queue
+        self._waiting = LatestNumber(self._num_waiting)
 
     def describe(self) -> list[Any]:
         """Return nothing, so that registration does not collect."""
@@ -224,14 +259,17 @@ class _WorkerCollector:
         _forget_dead(Path(self._folder))
         of_processes: Any = MultiProcessCollector(CollectorRegistry(), self._folder)  # type: ignore[no-untyped-call]
         yield from of_processes.collect()
-        if (num_waiting := self._num_waiting()) is not None:
+        if (waiting := self._waiting.look()) is not None:
+            number, age_s = waiting
             text = "Celery tasks that no worker has taken."
-            yield GaugeMetricFamily("penstock_batch_tasks_waiting", text, value=num_waiting)
+            yield GaugeMetricFamily("penstock_batch_tasks_waiting", text, value=number)
+            text = "Seconds since the waiting tasks were read from Redis."
+            yield GaugeMetricFamily("penstock_batch_tasks_waiting_age_seconds", text, value=age_s)
 
     def _num_waiting(self) -> int | None:
         """Return the number of queued tasks, or None while Redis does not answer."""
         connection = self._app.connection_for_read()
-        options = {**connection.transport_options, "socket_timeout": SCRAPE_TIMEOUT_S}
+        options = {**connection.transport_options, "socket_timeout": READ_TIMEOUT_S}
         try:
             with connection.clone(transport_options=options) as own:
                 # A passive declaration finds no queue: kombu looks for it without the prefix of the keys.

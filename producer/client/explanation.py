@@ -26,6 +26,8 @@ TOLD: dict[PartName, str] = {
     "first_token": "until the first token",
     "rest": "ran",
 }
+LOSSES_ALONE = 2
+"""From so many losses on, a pool with the default of `max_losses` runs a job alone."""
 _LEASE_ENDS = ("preempted", "given_back", "node_lost")
 _ENDED: dict[str, str] = {"preempted": "which lacked KV capacity", "node_lost": "which was lost"}
 _GIVEN_BACK: dict[str, str] = {
@@ -106,6 +108,9 @@ def causes_of(status: JobStatus, pool: PoolStats, pauses: Sequence[Pause], now_m
     if status.state != "queued":
         return []
     found = [*_of_pauses(status, pauses), *_of_nodes(status, pool)]
+    if status.ledger.losses >= LOSSES_ALONE:
+        alone = f"an empty node: {status.ledger.losses} nodes were lost while they ran it, so it may have to run alone"
+        found.append(Cause(alone, "its end if its request kills nodes: `penstock jobs cancel ID`; else another node"))
     if status.num_waiting_ahead:
         ahead = f"{status.num_waiting_ahead} queued jobs that are older or of a more urgent class"
         found.append(Cause(ahead, "another node, or a more urgent class"))

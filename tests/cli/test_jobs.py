@@ -102,7 +102,14 @@ def test_ages_are_those_of_redis_clock(tmp_path: Path) -> None:
     with RedisProcess(tmp_path / "redis", clock_s=-7200) as server, NodeProcess(server.url):
         with Client(server.url) as client:
             client.submit("hello", max_tokens=3).result()
-        (_, row) = jobs(server.url, "list").stdout.splitlines()
+        (_, row) = jobs(server.url, "list", "--since", "1h").stdout.splitlines()
+        assert "no jobs" in jobs(server.url, "list", "--until", "1h").stderr
+        states = ("--state", "succeeded", "--dry-run")
+        found = [
+            json.loads(jobs(server.url, "bulk", "cancel", flag, "1h", *states).stdout)
+            for flag in ("--since", "--until")
+        ]
+        assert [one["already_over"] for one in found] == [1, 0]
         assert re.search(r" \d+s hello$", row), row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -97,8 +98,9 @@ def test_a_node_names_a_wrong_template_without_its_control_characters(tmp_path: 
     words = ("-m", "penstock", "node", str(model), "--dtype", "bfloat16", "--redis-url", redis_url)
     with PythonProcess(*words) as node:
         _, said = node.communicate(timeout=60)
-    (sentence,) = (line for line in said.splitlines() if line.startswith("penstock: "))
-    assert node.returncode == 2
-    assert sentence.startswith(f"penstock: cannot load {model}: the model's chat template does not compile: ")
+    last = json.loads(said.splitlines()[-1])
+    assert (node.returncode, last["level"], last["message"]) == (2, "ERROR", "the process ends")
+    sentence = last["reason"]
+    assert sentence.startswith(f"cannot load {model}: the model's chat template does not compile: ")
     assert "chat_template.jinja" in sentence
     assert "\x1b" not in said and "Traceback" not in said and "BrokenPipe" not in said

@@ -24,8 +24,9 @@ from penstock.cli.processes import (
     Supervisor,
     keep_child,
     reason_in,
+    relay_of,
 )
-from penstock.runtime.logging import ConsoleFormatter
+from penstock.runtime.logging import ConsoleFormatter, LogSettings
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
 SLEEP = "time.sleep(300)\n"
@@ -382,3 +383,16 @@ def test_a_log_for_people_gives_the_same_reasons(has_color: bool) -> None:
     assert reason_of(logging.INFO, "node serves", node_id="n1") == ""
     assert reason_of(logging.WARNING, "swap is full") == "swap is full"
     assert reason_of(logging.ERROR, "the node stops", reason="a bug") == 'the node stops reason="a bug"'
+
+
+def test_a_json_line_that_tells_the_end_is_the_reason_and_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    end = '{"time": "t", "level": "ERROR", "logger": "penstock", "message": "the process ends", "reason": "no model"}'
+    crash = (
+        '{"time": "t", "level": "CRITICAL", "message": "the process ends", "exc_info": "Traceback", "reason": "E: x"}'
+    )
+    assert (reason_in([end]), reason_in([crash])) == ("no model", "E: x")
+    relay = relay_of(LogSettings.load(log_format="json"))
+    for line in (end, crash):
+        relay("node-1", line)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "Traceback" in said and '"part": "node-1"' in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from fakes.command import run_command
@@ -72,3 +73,26 @@ def test_a_redis_that_does_not_answer_is_named_with_the_remedy(line: str) -> Non
     assert done.returncode == 75
     address = "redis://user:***@127.0.0.1:1/0"
     assert done.stderr == f"penstock: no Redis answers at {address}: Connection refused; `penstock serve` starts one\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "reason"),
+    [
+        ("node m --log-format json --lease-ms 1 --redis-url unix://x", {}, "--lease-ms: must be at least 3000"),
+        ("gateway --max-socket=1 --log-format=json", {}, "no option --max-socket; did you mean --max-sockets?"),
+        ("node m --redis-url unix://x", {"PENSTOCK_NODE_LEASE_MS": "1"}, "PENSTOCK_NODE_LEASE_MS: must be"),
+        ("serve m --port x", {}, "--port: must be an integer"),
+    ],
+)
+def test_wrong_use_of_a_process_whose_log_is_json_is_json(line: str, env: dict[str, str], reason: str) -> None:
+    given = {} if "json" in line else {"PENSTOCK_LOG_FORMAT": "json"}
+    done = run_command(*line.split(), **env, **given)
+    (said,) = done.stderr.splitlines()
+    event = json.loads(said)
+    assert (done.returncode, event["level"], event["message"]) == (2, "ERROR", "the process ends")
+    assert event["reason"].startswith(reason)
+
+
+def test_a_command_for_people_has_no_json_although_processes_log_it() -> None:
+    done = run_command("jobs", "show", PENSTOCK_LOG_FORMAT="json")
+    assert done.stderr.startswith("penstock: JOB_ID is missing")

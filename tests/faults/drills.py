@@ -3,7 +3,8 @@
 `restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
 `rotate`: the same, with a new password at Redis and its replica, and a fail-over behind it. `certificates`: Redis gets
 a certificate of another authority, without a restart of anything. `nginx`, `haproxy` and `caddy`: gateways behind that
-proxy are stopped and killed under streams.
+proxy are stopped and killed under streams. `restart`, `pause`, `maxmemory`, `disk_full`, `rights`, `sentinel`, `skew`
+and `overload`: the states of states.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import httpx
 import redis
 from fakes.processes.node_process import NodeProcess
 from faults.proxies import PROXIES, Proxied, behind_proxy, make_key
+from faults.states import FAULTS, Drilled, drill
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.sentinel import Replicated
@@ -262,7 +264,7 @@ async def _state(client: AsyncClient, job_id: str) -> str:
         return "gone"
 
 
-Outcome = Restored | Replaced | Rotated | Certified | Proxied
+Outcome = Restored | Replaced | Rotated | Certified | Proxied | Drilled
 
 DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Outcome]]] = {
     "restore": restore,
@@ -270,6 +272,7 @@ DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Outcome]]] = {
     "rotate": rotate,
     "certificates": certificates,
     **{name: partial(behind_proxy, name) for name in PROXIES},
+    **{name: partial(drill, name) for name in FAULTS},
 }
 
 
@@ -279,7 +282,9 @@ def main() -> None:
     parser.add_argument("drills", nargs="*", choices=[*DRILLS, []], help="default: all")
     for name in parser.parse_args().drills or DRILLS:
         with tempfile.TemporaryDirectory(prefix=name) as folder:
-            print(json.dumps({name: asdict(asyncio.run(DRILLS[name](Path(folder))))}, indent=2))
+            outcome = asyncio.run(DRILLS[name](Path(folder)))
+            lost = {"lost": outcome.lost} if isinstance(outcome, Drilled) else {}
+            print(json.dumps({name: asdict(outcome) | lost}, indent=2))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant("an end that fails", "finish", "pcall(finish_job, one", "true, finish_job(one", "many.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
-    Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
+    Mutant("terminal once", "cancel", "if is_terminal(job.state) then return {job.state, {}} end", "", "end.py"),
     Mutant("each asked once", "take", "= may_be_elsewhere(job, lacks)", "= false", "adapters.py"),
     Mutant("bound of waiting tasks", "submit", "is_light and num_tasks()", "false and num_tasks()", "tasks.py"),
     Mutant(

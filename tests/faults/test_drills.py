@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import re
 import ssl
 from pathlib import Path
 
 import pytest
-from faults.drills import Certified, Replaced, Restored, Rotated, certificates, redis_with_tls, replace, restore, rotate
+from faults.drills import (
+    DRILLS,
+    Certified,
+    Replaced,
+    Restored,
+    Rotated,
+    certificates,
+    redis_with_tls,
+    replace,
+    restore,
+    rotate,
+)
 from faults.proxies import PROXIES, ProxyName, behind_proxy, program_of
+from faults.states import FAULTS, drill
+from faults.tools.fast_alerts import fast_rules
+from faults.tools.redis_process import find_libfaketime
+
+from tests.source_tree import ROOT
 
 
 async def test_after_a_restored_backup_jobs_run_again_alike_and_later_ones_are_gone(tmp_path: Path) -> None:
@@ -55,3 +72,28 @@ async def test_a_certificate_of_redis_is_rotated_under_load_without_a_restart(
     if redis_with_tls() is None:
         pytest.skip("no Redis with TLS: apt-get install redis-server")
     assert await certificates(tmp_path, num_jobs=8) == Certified(8, 8, restarted=0, old_authority_works=False)
+
+
+def test_the_runbook_has_a_row_for_each_drill_and_a_drill_for_each_row() -> None:
+    section = (ROOT / "ops/RUNBOOK.md").read_text().split("\n## Drills\n", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \| \*([^*]+)\*", section, re.MULTILINE)
+    assert {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)} == set(DRILLS)
+    headings = re.findall(r"^## (.+)$", (ROOT / "ops/RUNBOOK.md").read_text(), re.MULTILINE)
+    assert {heading for _, heading in rows} <= set(headings)
+
+
+@pytest.mark.slow  # Each takes half a minute; test_redis_states.py has the states every time.
+@pytest.mark.parametrize("name", FAULTS)
+async def test_streams_end_whole_in_each_state_and_something_names_it(tmp_path: Path, name: str) -> None:
+    if FAULTS[name].clock_s and find_libfaketime() is None:
+        pytest.skip("libfaketime is not installed (Debian's libfaketime)")
+    seen = await drill(name, tmp_path, num_streams=4, watches=False)
+    assert (seen.whole, seen.lost) == (4, 0)
+    assert set(seen.named_by) >= set(FAULTS[name].said)
+
+
+def test_the_rules_of_a_drill_are_ten_times_as_fast() -> None:
+    rules = {rule.get("alert"): rule for group in fast_rules()["groups"] for rule in group["rules"]}
+    assert rules["PenstockBacklog"]["for"] == "30s"
+    texts = [rule["expr"] for rule in rules.values()]
+    assert not any(re.search(r"\[\d+[mhd]\]", text) for text in texts)

@@ -184,8 +184,8 @@ def test_port_in_use_is_one_line_before_anything_else(redis_url):
         port = taken.getsockname()[1]
         process = run_python("-m", "penstock", "gateway", "--redis-url", redis_url, "--port", str(port))
     assert process.returncode == 2
-    assert process.stderr.startswith(f"penstock: port {port} on 127.0.0.1 is in use; choose another with --port")
-    assert process.stderr.count("\n") == 1
+    (line,) = process.stderr.splitlines()
+    assert json.loads(line)["reason"].startswith(f"port {port} on 127.0.0.1 is in use; choose another with --port")
 
 
 def test_health_and_ready(stack, http):

@@ -12,6 +12,7 @@ import redis as sync_redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.queue import keys
+from tests.gateway.socket_client import socket_to
 
 MODEL = "acme/echo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "abcdef"}]}
@@ -43,6 +44,16 @@ class Lines:
                     return vars(record)
             time.sleep(0.01)
         raise AssertionError(f"no line {message!r} of {request_id} in {self._caplog.text}")
+
+    def where(self, message: str, **fields: str) -> dict[str, Any]:
+        """Return the newest line with these fields."""
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            for record in reversed(self._caplog.records):
+                if record.getMessage() == message and fields.items() <= vars(record).items():
+                    return vars(record)
+            time.sleep(0.01)
+        raise AssertionError(f"no line {message!r} with {fields} in {self._caplog.text}")
 
     def has_path(self, path: str) -> bool:
         return any(vars(record).get("path") == path for record in self._caplog.records)
@@ -143,3 +154,82 @@ def test_scrapes_and_probes_have_no_line_and_starts_have_one_by_a_setting(stack,
     assert lines.of("models")["status"] == 200
     assert not lines.has_path("/metrics")
     assert not lines.has_path("/ready")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_tokens"),
+    [
+        ("/v1/embeddings", {"model": MODEL, "input": ["abc", "de"]}, 5),
+        ("/rerank", {"model": MODEL, "query": "a", "documents": ["bc", "de"]}, 5),
+        ("/score", {"model": MODEL, "text_1": "abc", "text_2": "de"}, 5),
+    ],
+)
+def test_the_line_of_a_request_of_several_jobs_names_all_with_their_tokens(http, lines, path, body, num_tokens) -> None:
+    answer = http.post(path, json=body, headers={"X-Request-Id": path})
+    assert answer.status_code == 200, answer.text
+    line = lines.of(path)
+    assert (line["pool"], line["job"]) == ("echo", answer.headers["X-Penstock-Job"])
+    assert len(line["job"].split(", ")) == len(set(line["job"].split(", "))) >= 2
+    assert (line["prompt_tokens"], line["output_tokens"]) == (num_tokens, 0)
+    assert "outcome" not in line
+
+
+def test_each_request_about_a_job_names_it(http, lines) -> None:
+    job_id = http.post("/v1/jobs", json=COMPLETION, headers={"X-Request-Id": "submitted"}).json()["id"]
+    assert http.get(f"/v1/jobs/{job_id}/stream", headers={"X-Request-Id": "streamed"}).status_code == 200
+    assert http.get(f"/v1/jobs/{job_id}", headers={"X-Request-Id": "shown"}).status_code == 200
+    assert http.get(f"/v1/jobs/{job_id}/why", headers={"X-Request-Id": "why"}).status_code == 200
+    assert http.post(f"/v1/jobs/{job_id}/ack", headers={"X-Request-Id": "acked"}).status_code == 200
+    assert http.delete(f"/v1/jobs/{job_id}", headers={"X-Request-Id": "cancelled"}).status_code == 200
+    for request_id in ("submitted", "streamed", "shown", "why", "acked", "cancelled"):
+        line = lines.of(request_id)
+        assert (line["tenant"], line["pool"], line["job"]) == ("default", "echo", job_id), request_id
+    streamed = lines.of("streamed")
+    assert (streamed["outcome"], streamed["prompt_tokens"], streamed["output_tokens"]) == ("complete", 6, 6)
+    assert streamed["ttft_s"] < 60
+
+
+def test_each_request_about_a_stored_response_names_its_job(http, lines) -> None:
+    made = http.post("/v1/responses", json={"model": MODEL, "input": "abc", "store": True})
+    path = f"/v1/responses/{made.json()['id']}"
+    assert http.get(path, headers={"X-Request-Id": "read"}).status_code == 200
+    assert http.delete(path, headers={"X-Request-Id": "deleted"}).status_code == 200
+    for request_id in ("read", "deleted"):
+        assert lines.of(request_id)["job"] == made.headers["X-Penstock-Job"]
+
+
+def test_a_list_of_jobs_names_those_accepted_and_counts_each_refusal(http, lines) -> None:
+    before = counter(http, "penstock_http_refusals_total", "model_not_found")
+    wrong = COMPLETION | {"model": "none"}
+    answer = http.post("/v1/jobs", json=[COMPLETION, wrong, COMPLETION, wrong], headers={"X-Request-Id": "list"})
+    assert answer.status_code == 207
+    line = lines.of("list")
+    assert line["job"] == ", ".join(one["id"] for one in answer.json()["data"] if "id" in one)
+    assert (line["code"], line["pool"], line["status"]) == ("model_not_found", "echo", 207)
+    assert counter(http, "penstock_http_refusals_total", "model_not_found") == before + 2
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/jobs", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+)
+def test_a_stream_of_a_websocket_has_the_line_of_its_request(url, engine, lines, path) -> None:
+    with socket_to(url) as client:
+        client.submit("a", "abc", path=path)
+        (accepted, *_) = client.end_of("a")
+    (job_id,) = accepted["jobs"]
+    if path == "/v1/jobs":
+        line = lines.where("request", path=f"/v1/jobs/{job_id}/stream")
+    else:
+        line = lines.of(accepted["request_id"])
+    assert (line["job"], line["pool"], line["tenant"], line["outcome"]) == (job_id, "echo", "default", "complete")
+    assert (line["prompt_tokens"], line["output_tokens"]) == (3, 3)
+    assert lines.where("socket", path="/v1/stream")["num_streams"] == 1
+
+
+def test_a_websocket_with_a_wrong_key_has_a_line_with_its_code(stack, engine, lines) -> None:
+    url = stack.start_gateway(require_keys=True)
+    with pytest.raises(Exception, match="401"), socket_to(url):
+        pass
+    assert lines.where("socket", code="invalid_api_key")["path"] == "/v1/stream"
+    with httpx.Client(base_url=url, timeout=60) as http:
+        assert http.get("/metrics").status_code == 401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -92,5 +93,6 @@ def test_node_whose_step_hangs_reports_it_and_does_not_crash(redis_url: str) -> 
             client.submit([7 + first] * 7000, max_tokens=4)
         assert node.wait() == 1
         log = node.log
-    assert re.fullmatch(r"penstock: the engine has work and has made no step for \d+ s", log.splitlines()[-1])
+    reason = json.loads(log.splitlines()[-1])["reason"]
+    assert re.fullmatch(r"the engine has work and has made no step for \d+ s", reason)
     assert "Traceback" not in log

@@ -94,7 +94,7 @@ def _problem_of_node(redis_url: str, gateway_url: str, number: int, model: Path)
             pass
         if event is None:
             status, log = node.wait(), node.log
-            sentence = next((line for line in log.splitlines() if line.startswith("penstock: ")), "")
+            sentence = next((line for line in log.splitlines() if '"the process ends"' in line), "")
             is_good = status == 2 and str(model) in sentence and "Traceback" not in log
             return None if is_good else f"status {status}: {log[-2000:]}"
         chat = {"model": f"m{number}", "messages": [{"role": "user", "content": "the gate"}], "max_tokens": 4}

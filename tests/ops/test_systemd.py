@@ -24,6 +24,7 @@ from penstock.gateway.http.middleware.drain import END_GRACE_S
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
+from penstock.runtime.logging import LogSettings
 from penstock.runtime.settings import KeySettings, RedisSettings
 from tests.source_tree import ROOT
 
@@ -81,7 +82,7 @@ def test_variables_and_credentials_are_known_settings(unit: str) -> None:
     settings = settings_of(unit)
     known = {
         f"{one.model_config['env_prefix']}{name}".upper()
-        for one in (GatewaySettings, NodeSettings, CelerySettings, RedisSettings)
+        for one in (GatewaySettings, NodeSettings, CelerySettings, RedisSettings, LogSettings)
         for name in one.model_fields
     }
     variables = {value.partition("=")[0] for value in settings.get("Environment", [])}

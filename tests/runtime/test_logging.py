@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pty
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 
@@ -152,3 +153,19 @@ def test_stderr_on_a_real_terminal_gets_lines_for_people() -> None:
         os.close(ours)
         os.close(theirs)
     assert "\x1b[33mWARNING\x1b[0m warning" in said and "{" not in said
+
+
+def test_a_crash_of_a_process_and_of_a_thread_are_lines_of_json() -> None:
+    code = (
+        "import threading\n"
+        "from penstock.runtime.logging import LogSettings, configure_logging\n"
+        "configure_logging(LogSettings.load(log_format='json'))\n"
+        "def fail(): raise KeyError('in a thread')\n"
+        "thread = threading.Thread(target=fail, name='worker'); thread.start(); thread.join()\n"
+        "raise ValueError('a bug')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    of_thread, last = map(json.loads, ran.stderr.splitlines())
+    assert (of_thread["message"], of_thread["of_thread"]) == ("a thread has ended", "worker")
+    assert (ran.returncode, last["message"], last["level"]) == (1, "the process ends", "CRITICAL")
+    assert last["reason"] == "ValueError: a bug" and "Traceback" in last["exc_info"]

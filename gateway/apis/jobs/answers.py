@@ -144,7 +144,7 @@ def _choice_object(choice: PackedChoice) -> dict[str, Any]:
 def links_of(job_id: str) -> dict[str, str]:
     """Return the paths of a job."""
     path = f"/v1/jobs/{job_id}"
-    return {"self": path, "stream": f"{path}/stream", "cancel": path}
+    return {"self": path, "stream": f"{path}/stream", "cancel": path, "why": f"{path}/why"}
 
 
 class JobAnswer(Response):

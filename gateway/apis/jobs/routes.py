@@ -27,7 +27,7 @@ from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import Complete, HttpDialect, Services
-from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest
@@ -40,6 +40,7 @@ from penstock.gateway.request.reading import (
     caller_of,
     idempotency_key_of,
 )
+from penstock.gateway.request_line import line_of_request
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, Answers
@@ -203,7 +204,7 @@ MAX_PREPARED = 32
 """Jobs of a list that are prepared and submitted together. Preparing them takes a few milliseconds."""
 
 
-_ACCEPTED = object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT))
+_ACCEPTED = object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT, why=TEXT))
 _REFUSED = object_of(status=NUMBER, error=object_of(message=TEXT, type=TEXT, code=TEXT))
 _OUTCOME = {"oneOf": [object_of(status=NUMBER, **_ACCEPTED["properties"]), _REFUSED]}
 
@@ -222,9 +223,15 @@ class SubmitJob:
     )
 
     def __init__(
-        self, client: AsyncClient, reader: RequestReader, complete: Mapping[str, Complete], max_logprobs: int
+        self,
+        client: AsyncClient,
+        reader: RequestReader,
+        complete: Mapping[str, Complete],
+        max_logprobs: int,
+        metrics: GatewayMetrics,
     ) -> None:
         """`complete`: by the `url` of a held body, what completes its request."""
+        self._metrics = metrics
         self._client = client
         self._reader = reader
         self._complete = complete
@@ -265,6 +272,7 @@ class SubmitJob:
         outcomes: list[dict[str, Any]] = []
         for at in range(0, len(items), MAX_PREPARED):
             outcomes += await self._outcomes_of(request, items[at : at + MAX_PREPARED], key, at)
+        line_of_request().note_jobs([outcome["id"] for outcome in outcomes if "id" in outcome])
         all_accepted = all(outcome["status"] == self.doc.status for outcome in outcomes)
         return JSONResponse({"object": "list", "data": outcomes}, self.doc.status if all_accepted else MULTI_STATUS)
 
@@ -295,6 +303,7 @@ class SubmitJob:
         error = found if isinstance(found, PenstockError) else InvariantError("a job without a body was submitted")
         if body is not None:
             rename(error, body.names)
+        self._metrics.refused(error)
         named = {} if item.custom_id is None else {"custom_id": item.custom_id}
         return {"status": error.status, **named, **error_body(error)}
 
@@ -405,7 +414,8 @@ class JobRoutes:
             # A key that looks at the jobs of other tenants sees no text of them.
             reads = status.tenant == caller.tenant and "infer" in caller.scopes
             jobs.append(job_object(status, shows_text=reads) | {"links": links_of(status.job_id)})
-        return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
+        has_more, now_ms = page.next_after is not None, round(1000 * self._client.servers.clock.now_s())
+        return {"object": "list", "data": jobs, "has_more": has_more, "next": page.next_after, "now_ms": now_ms}
 
     async def show(self, request: Request, job_id: str) -> Response:
         """Return a job's state, ledger and, once it has ended, its outcome and result."""
@@ -463,7 +473,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     control = ControlRoutes(services.client, services.reader)
     held = {url: body for api in services.apis for url, body in api.job_bodies.items()}
     complete = {url: body.complete(services) for url, body in held.items() if body.complete is not None}
-    submit = SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs)
+    submit = SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs, services.metrics)
     # Their fixed paths go before the ids of jobs.
     return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +22,11 @@ from penstock.gateway.apis.websocket.session import SocketSession
 from penstock.gateway.errors import ErrorShapes, error_body
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.foreign_pages import check_page
+from penstock.gateway.http.middleware.access_log import NUM_STREAMS
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.reading import Parser, RequestReader
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
-
-access_log = logging.getLogger("penstock.gateway.access")
 
 PATH = "/v1/stream"
 SUBPROTOCOL = "penstock"
@@ -88,7 +85,7 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Accept a WebSocket and serve it to its end, or answer why not."""
         caller = scope["state"]["caller"]
-        started_s, session, code = time.monotonic(), None, ""
+        session = None
         try:
             check_page(Headers(scope=scope), self._settings.cors_origins)
             with self._counter.counted(caller), self._metrics.socket():
@@ -106,14 +103,10 @@ class StreamSocket:
                 )
                 await session.run()
         except PenstockError as error:
-            code = error.code
             self._metrics.refused(error)
             await self._errors.response(error, scope)(scope, receive, send)
         finally:
-            ids = {"tenant": caller.tenant, "key_id": caller.key_id, "code": code}
-            facts = {name: one for name, one in ids.items() if one}
-            facts |= {"path": scope["path"], "num_streams": session.num_streams if session else 0}
-            access_log.info("socket", extra={**facts, "duration_ms": round((time.monotonic() - started_s) * 1000)})
+            scope["state"][NUM_STREAMS] = session.num_streams if session else 0
 
     async def advise(self, request: Request) -> Response:
         """Answer a request that opens no WebSocket."""

@@ -19,6 +19,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.apis.websocket.stream import SocketChannel, SocketStream, error_message
+from penstock.gateway.http.middleware.access_log import log_socket_error
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.encoding import Attach, Cancel, SocketMessage, Submit
@@ -143,7 +144,7 @@ class SocketSession:
             else:
                 self._begin(message, message.content)
         except PenstockError as error:
-            self._metrics.refused(error)
+            self._refused(error)
             await self._channel.write(error_message("refused", message.tag, error))
 
     def _begin(self, message: SocketMessage, content: Submit | Attach) -> None:
@@ -155,7 +156,7 @@ class SocketSession:
             raise ConflictError(f"id: {tag!r} is an open stream of this WebSocket", code="id_in_use", param="id")
         if len(open_tags) >= (limit := self._settings.max_socket_streams):
             raise BusyError(f"a WebSocket may have {limit} open streams", retry_after_ms=1000, code="too_many_streams")
-        stream = SocketStream(tag, self._channel, self._client, self._scope)
+        stream = SocketStream(tag, self._channel, self._client, self._scope, self._refused)
         work = (
             stream.submit(content, message.error or message.body)
             if isinstance(content, Submit)
@@ -167,6 +168,9 @@ class SocketSession:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
+
+    def _refused(self, error: PenstockError) -> None:
+        log_socket_error(self._metrics, error, self._scope["state"]["caller"], self._scope["path"])
 
     def _open_tags(self) -> set[str]:
         """Return the ids of the open streams, and forget those that have ended. Their tasks may still tidy up."""

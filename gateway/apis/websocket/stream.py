@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -144,8 +144,16 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 class SocketStream:
     """One stream: the requests that a submit or attach message causes, and their answers."""
 
-    def __init__(self, tag: str, channel: SocketChannel, client: AsyncClient, socket_scope: Scope) -> None:
-        """`socket_scope` is the ASGI scope of the WebSocket."""
+    def __init__(
+        self,
+        tag: str,
+        channel: SocketChannel,
+        client: AsyncClient,
+        socket_scope: Scope,
+        note: Callable[[PenstockError], None],
+    ) -> None:
+        """`socket_scope` is the ASGI scope of the WebSocket. `note` logs an error that no request of the stream had."""
+        self._note = note
         self._tag = tag
         self._channel = channel
         self._socket_scope = socket_scope
@@ -328,6 +336,7 @@ class SocketStream:
             error = RequestError("this WebSocket was read too slowly", code="slow_reader")
         else:
             error = InvariantError("internal error")
+        self._note(error)
         await self._write(error_message("error", self._tag, error))
 
 

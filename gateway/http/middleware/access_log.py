@@ -12,11 +12,13 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.contract.errors import InvariantError
+from penstock.contract.errors import InvariantError, PenstockError
+from penstock.contract.tenant import ApiKey
 from penstock.gateway.errors import ID_HEADER, ErrorShapes
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.request_line import LINE, RequestLine
+from penstock.gateway.request_line import RequestLine, new_line
 from penstock.gateway.stream.answer import JOB_HEADER
+from penstock.producer.responses.answer import RESPONSE_PREFIX
 
 access_logger = logging.getLogger("penstock.gateway.access")
 
@@ -26,6 +28,8 @@ MAX_PATH_CHARS = 200
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """A client's own request id: printable ASCII characters, at most 128."""
 _PROBES = ("/health", "/ready")
+NUM_STREAMS = "num_streams"
+"""Where the state of a WebSocket has the number of streams that it began."""
 SCRAPES = "/metrics"
 """The path whose answered requests have no line."""
 
@@ -57,9 +61,25 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, then log and count it."""
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+        if scope["type"] == "websocket":
+            await self._log_socket(scope, receive, send)
+        elif scope["type"] != "http" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
-            return
+        else:
+            with new_line() as line:
+                await self._log_request(line, scope, receive, send)
+
+    async def _log_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a WebSocket on, and log it at its end. Each of its streams is a request with a line of its own."""
+        started_s, state = time.monotonic(), scope.setdefault("state", {})
+        with new_line() as line:
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                facts = {"path": scope["path"][:MAX_PATH_CHARS], "num_streams": state.get(NUM_STREAMS, 0)}
+                access_logger.info("socket", extra=facts | _lasted(started_s) | line.facts() | _ids_of(scope))
+
+    async def _log_request(self, line: RequestLine, scope: Scope, receive: Receive, send: Send) -> None:
         started_s, state = time.monotonic(), scope.setdefault("state", {})
         given = Headers(scope=scope).get(ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -68,8 +88,6 @@ class AccessLog:
         said = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
         if self._logs_starts and scope["path"] != SCRAPES:
             access_logger.info("request begins", extra=said)
-        line = RequestLine()
-        token = LINE.set(line)
 
         def noting_status(message: Message) -> Awaitable[None]:
             nonlocal status
@@ -89,9 +107,10 @@ class AccessLog:
             self._metrics.refused(InvariantError("internal error"), is_logged=True)
             raise
         finally:
-            LINE.reset(token)
+            if not line.job and status < HTTPStatus.BAD_REQUEST:
+                line.job = _job_in_path(scope)
             if scope["path"] != SCRAPES or status != HTTPStatus.OK:
-                ended = {"status": int(status), "duration_ms": round((time.monotonic() - started_s) * 1000)}
+                ended = {"status": int(status), **_lasted(started_s)}
                 access_logger.info("request", extra=said | ended | line.facts() | _ids_of(scope))
             # The label is the path of the route. A raw path would create a Prometheus series for every URL.
             is_known = scope["path"] in self._paths
@@ -101,9 +120,37 @@ class AccessLog:
                 self._metrics.rate.note()
 
 
+def log_unparsed(metrics: GatewayMetrics, error: PenstockError, status: HTTPStatus, request_id: str) -> None:
+    """Log and count an answer that the parser of HTTP gave, so that no route saw the request."""
+    with new_line() as line:
+        metrics.refused(error)
+    metrics.requests.labels("other", int(status)).inc()
+    access_logger.info("request", extra={"request_id": request_id, "status": int(status), **line.facts()})
+
+
+def log_socket_error(metrics: GatewayMetrics, error: PenstockError, caller: ApiKey, path: str) -> None:
+    """Log and count an error that a WebSocket sends for a message, or for a stream whose requests have ended."""
+    with new_line() as line:
+        metrics.refused(error)
+    access_logger.info("socket error", extra={"path": path, **line.facts(), **_ids_of_caller(caller)})
+
+
+def _lasted(started_s: float) -> dict[str, int]:
+    return {"duration_ms": round((time.monotonic() - started_s) * 1000)}
+
+
+def _job_in_path(scope: Scope) -> str:
+    """Return the job that the path of an answered request names, alone or as a response."""
+    named: dict[str, str] = scope.get("path_params", {})
+    return named.get("job_id", "") or named.get("response_id", "").removeprefix(RESPONSE_PREFIX)
+
+
+def _ids_of_caller(caller: ApiKey) -> dict[str, str]:
+    return {name: one for name, one in {"tenant": caller.tenant, "key_id": caller.key_id}.items() if one}
+
+
 def _ids_of(scope: Scope) -> dict[str, str]:
     """Return what names the caller and the trace. Inner and outer parts noted them."""
     caller, trace_id = scope["state"].get("caller"), scope["state"].get("trace_id")
-    key_id, tenant = ("", "") if caller is None else (caller.key_id, caller.tenant)
-    ids = {"tenant": tenant, "key_id": key_id, "trace_id": trace_id}
-    return {name: one for name, one in ids.items() if one}
+    ids = {} if caller is None else _ids_of_caller(caller)
+    return ids | ({"trace_id": trace_id} if trace_id else {})

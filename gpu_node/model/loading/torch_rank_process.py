@@ -24,8 +24,7 @@ from penstock.gpu_node.model.ranks.hosts import CopiedMemory
 from penstock.gpu_node.model.ranks.member import end_without
 from penstock.gpu_node.model.ranks.plain_exchange import PlainExchange
 from penstock.gpu_node.model.ranks.processes import report
-from penstock.runtime.logging import LogSettings, configure_logging
-from penstock.runtime.terminal import without_controls
+from penstock.runtime.logging import LogSettings, configure_logging, tell_end
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -99,8 +98,7 @@ def main() -> None:
 
 def _end(tell: Report, error: Exception, status: int) -> NoReturn:
     tell({"error": str(error)})
-    sys.stderr.write(f"penstock: {without_controls(str(error))}\n")
-    sys.stderr.flush()
+    tell_end(str(error))
     # Threads of gloo may wait for ranks that are gone.
     os._exit(status)
 

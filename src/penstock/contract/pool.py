@@ -315,6 +315,8 @@ class PoolActivity:
     nodes: tuple[LiveNode, ...]
     events: tuple[PoolEvent, ...]
     """The newest events, oldest first."""
+    now_ms: int
+    """The pool's time when all this was read."""
 
 
 @dataclass(frozen=True, slots=True)

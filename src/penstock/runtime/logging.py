@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal, NoReturn, TextIO
@@ -33,6 +35,7 @@ _PLAIN = re.compile(r"[^\s\"'=]+")
 _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 _COLORS = {"DEBUG": "\x1b[36m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
 
+_log = logging.getLogger("penstock")
 LogFormat = Literal["console", "json"]
 
 
@@ -65,6 +68,49 @@ def configure_logging(settings: LogSettings, *, prefix: str = "", fields: Mappin
     logging.getLogger("penstock").setLevel(level)
     for client in _HTTP_CLIENTS:
         logging.getLogger(client).setLevel(max(level, logging.WARNING))
+    if logs_json():
+        # Otherwise Python writes tracebacks as text between the events.
+        sys.excepthook = lambda _, error, __: tell_crash(error)
+        threading.excepthook = _tell_thread
+
+
+def logs_json() -> bool:
+    """Return whether this process's log is JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+END_EVENT = "the process ends"
+"""The event of the last line of a process that ends with an error."""
+
+
+def tell_end(reason: str, *, as_json: bool = False) -> None:
+    """Write on stderr why this process ends: a line for people, or an event if its log is JSON.
+
+    as_json: whether it asks for JSON, where its logging is not set up yet.
+    """
+    if logs_json():
+        _log.error(END_EVENT, extra={"reason": reason})
+        return
+    line = f"penstock: {without_controls(reason)}"
+    if as_json:
+        facts = {"name": _log.name, "levelno": logging.ERROR, "levelname": "ERROR", "msg": END_EVENT, "reason": reason}
+        line = _json_formatter({}).format(logging.makeLogRecord(facts))
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def tell_crash(error: BaseException) -> None:
+    """Write on stderr the traceback of an error that ends this process."""
+    if logs_json():
+        _log.critical(END_EVENT, exc_info=error, extra={"reason": f"{type(error).__name__}: {error}"})
+    else:
+        traceback.print_exception(error)
+
+
+def _tell_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        name = None if args.thread is None else args.thread.name
+        _log.error("a thread has ended", exc_info=args.exc_value, extra={"of_thread": name})
 
 
 def inherited_log_variables() -> dict[str, str]:
@@ -87,13 +133,7 @@ def log_formatter(
     """Return the formatter for a log that is written to `stream`. The rest is as for `configure_logging`."""
     if settings.format_for(stream) == "console":
         return ConsoleFormatter(has_color=has_color(stream), prefix=prefix)
-    return _JsonFormatter(
-        "{asctime}{levelname}{name}{message}",
-        style="{",
-        rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
-        reserved_attrs=[*RESERVED_ATTRS, *_NOT_FIELDS],
-        static_fields=dict(fields or {}),
-    )
+    return _json_formatter(fields or {})
 
 
 class _JsonFormatter(JsonFormatter):
@@ -102,6 +142,16 @@ class _JsonFormatter(JsonFormatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - of the base
         """Return a time such as 2026-11-26T22:50:13.820+00:00."""
         return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+
+
+def _json_formatter(fields: Mapping[str, Any]) -> logging.Formatter:
+    return _JsonFormatter(
+        "{asctime}{levelname}{name}{message}",
+        style="{",
+        rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
+        reserved_attrs=[*RESERVED_ATTRS, *_NOT_FIELDS],
+        static_fields=dict(fields),
+    )
 
 
 def has_color(stream: TextIO) -> bool:

@@ -19,7 +19,7 @@ import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
-from fakes.queue.harness import Queue
+from fakes.queue.harness import P, Queue
 from redis.asyncio import Redis
 
 from penstock import Client
@@ -159,6 +159,18 @@ async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis
     await queue.age("nodes", "n1", 3_600_000)
     (row,) = (await reader.read()).pools[0].nodes
     assert (row.state, row.reason[:10]) == ("dead", "silent for")
+
+
+async def test_the_age_of_a_lost_node_is_that_of_the_pools_clock(redis: Redis) -> None:
+    queue = Queue(redis)
+    await queue.node("n1")
+    await redis.hset(f"{P}:config", "ahead_ms", str(-7_200_000))
+    now_ms = await queue.now_ms() - 7_200_000
+    await redis.zadd(f"{P}:events", {f"{now_ms - 5000} node_lost n2 - - -": now_ms})
+    frame = await TopReader(ActivityBroker(redis), ProducerBroker(redis)).read()
+    assert abs(frame.time_ms - now_ms) < 2000
+    (lost,) = (row for row in frame.pools[0].nodes if row.node_id == "n2")
+    assert lost.reason in ("declared dead 5 s ago", "declared dead 6 s ago")
 
 
 async def test_ranks_and_why_a_node_waits_for_them_are_shown(redis: Redis) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.installation import STORED_BATCHES
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
+from penstock.producer.batch.worker_metrics import MAX_AGE_S, LatestNumber
 from tests.producer.batch.conftest import chat_row, kill_group, wait_for_lines
 from tests.producer.batch.test_celery import send_file, worker
 
@@ -92,3 +95,27 @@ def test_without_a_port_nothing_is_served_and_no_folder_is_made(served_url: str,
     app = make_app(CelerySettings.load(), served_url)
     assert app.steps["worker"] == {STORED_BATCHES}
     app.close()
+
+
+def test_a_scrape_waits_little_for_a_redis_that_is_away_and_reports_what_was_read_last() -> None:
+    is_back, now_s = threading.Event(), 100.0
+    found: list[int | None] = [3, None, 7]
+    readers = set[threading.Thread]()
+
+    def read() -> int | None:
+        readers.add(threading.current_thread())
+        if len(readers) == 2:
+            is_back.wait(60)
+        return found[len(readers) - 1]
+
+    number = LatestNumber(read, clock=lambda: now_s)
+    assert number.look() == (3, 0)
+    now_s = 105.0
+    began_s = time.monotonic()
+    assert number.look() == (3, 5), "the reader waits for Redis"
+    assert time.monotonic() - began_s < 0.2
+    now_s = 100.0 + MAX_AGE_S + 1
+    assert number.look() is None
+    assert len(readers) == 2, "there is one reader at a time"
+    is_back.set()
+    wait_until(lambda: number.look() == (7, 0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from fakes.command import run_command
 from fakes.fake_node import POOL, FakeNode
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,3 +129,14 @@ async def test_job_without_a_node_says_so(redis_url: str, redis: Redis) -> None:
         await redis.delete(keys.nodes(POOL))
         told = await explain(client, job.id)
         assert f"a node: pool {POOL} has none that lives" in [one["waits_for"] for one in told["waits_for"]]
+
+
+async def test_job_that_lost_two_nodes_says_that_it_may_have_to_run_alone(redis_url: str, redis: Redis) -> None:
+    async with FakeNode(redis_url), AsyncClient(redis_url) as client:
+        await client.control.pause(POOL)
+        job = await client.submit("hello", background=True)
+        await cast(Any, redis.hset(keys.job(job.id), "losses", "2"))
+        told = {one["waits_for"][:34]: one["helps"] for one in (await explain(client, job.id))["waits_for"]}
+        assert "`penstock jobs cancel ID`" in told["an empty node: 2 nodes were lost w"]
+        done = await asyncio.to_thread(run_command, "jobs", "cancel", job.id, "--redis-url", redis_url)
+        assert (done.returncode, (await job.status()).state) == (0, "cancelled")

@@ -131,7 +131,7 @@ async def test_an_ended_response_is_deleted_with_log_and_result(queue: Queue) ->
     with pytest.raises(NotFoundError):
         await responses.delete(job.id, "acme")
     # A caller that waits for a replica calls again after a lost answer.
-    assert await scripts.call(queue.redis, "delete_response", POOL, job.id, "acme", 1) == b"OK"
+    assert await scripts.call(queue.redis, "delete_response", POOL, job.id, "acme", 1) == [b"OK", []]
 
 
 @pytest.mark.parametrize("is_running", [False, True])

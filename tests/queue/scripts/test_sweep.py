@@ -102,7 +102,7 @@ async def test_process_that_ends_a_job_which_no_node_has_writes_its_line(
     await asyncio.gather(*(queue.producer.reader_heartbeat(POOL, name) for name in ("me", "you")))
 
     (line,) = (vars(record) for record in caplog.records if record.message == "job.ended")
-    assert (line["job_id"], line["state"], line["code"]) == (job_id, "expired", "deadline_exceeded")
+    assert (line["job_id"], line["finish_reason"], line["code"]) == (job_id, "expired", "deadline_exceeded")
 
 
 async def test_node_with_a_heartbeat_within_its_lease_keeps_its_jobs(queue: Queue) -> None:

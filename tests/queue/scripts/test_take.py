@@ -237,7 +237,7 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue, ca
     assert status.outcome is not None
     assert (status.state, status.outcome.code, status.num_chunks) == ("failed", "revision_gone", 6)
     (line,) = (vars(record) for record in caplog.records if record.message == "job.ended")
-    assert (line["job_id"], line["state"], line["code"]) == (taken.job_id, "failed", "revision_gone")
+    assert (line["job_id"], line["finish_reason"], line["code"]) == (taken.job_id, "failed", "revision_gone")
 
 
 async def test_expired_job_is_ended_not_taken(queue: Queue) -> None:

@@ -16,6 +16,7 @@ const table = byId("job-table");
 let controller;
 let limit = FIRST_SHOWN;
 let caller = { tenant: "", scopes: [] };
+let aheadMs = 0; // by how much Redis's clock, which gives the jobs their times, is ahead of this browser's
 
 filterForm.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -93,6 +94,7 @@ async function listed(signal) {
   for (let left = Math.ceil(limit / MAX_PAGE_JOBS); left && next !== null; left -= 1) {
     const page = await (await request(`v1/jobs?${query(limit - data.length, next)}`, { signal })).json();
     data.push(...page.data);
+    aheadMs = page.now_ms - Date.now();
     next = page.next;
   }
   return { data, hasMore: next !== null };
@@ -170,7 +172,7 @@ class JobView {
       state, model: job.model ?? job.pool, words: job.first_words ?? "", "of-tenants": tenant,
       in: usage ? number(usage.prompt_tokens) : "", out: usage ? number(usage.completion_tokens) : "",
       waited: taken ? duration(Math.max(0, taken - queued)) : "", took: finished ? duration(finished - queued) : "",
-      age: duration(Math.max(1000, 1000 * Math.round((Date.now() - queued) / 1000))),
+      age: duration(Math.max(1000, 1000 * Math.round((Date.now() + aheadMs - queued) / 1000))),
     };
     for (const [name, text] of Object.entries(shown)) {
       if (this.cells[name].textContent !== text) this.cells[name].textContent = text;
@@ -199,8 +201,9 @@ class JobView {
       return;
     }
     this.tried(async () => {
-      const job = await (await request(`v1/jobs/${encodeURIComponent(this.id)}`)).json();
-      this.details.replaceChildren(...detailsOf(job));
+      const path = `v1/jobs/${encodeURIComponent(this.id)}`;
+      const [job, why] = await Promise.all([path, `${path}/why`].map(async (one) => (await request(one)).json()));
+      this.details.replaceChildren(...detailsOf(job, why));
     });
   }
 
@@ -227,7 +230,8 @@ class JobView {
   }
 }
 
-function detailsOf(job) {
+/** `why`: the explanation of the job, which only a key of its tenant reads. */
+function detailsOf(job, why) {
   const { ledger, outcome, result, pool, metadata, retry_of: retryOf, position } = job;
   const rows = {
     Model: job.model,
@@ -241,6 +245,9 @@ function detailsOf(job) {
     "First token": timeOf(ledger.first_token_ms),
     Finished: timeOf(ledger.finished_ms),
     "Waited in the queue": ledger.taken_ms ? duration(ledger.taken_ms - ledger.queued_ms) : null,
+    "Where the time went": why && partsOf(why),
+    "Waits for": listOf(why?.waits_for, (cause) => cause.waits_for),
+    "Would help": listOf(why?.waits_for, (cause) => cause.helps),
     Tokens: ledger.usage && `${number(ledger.usage.prompt_tokens)} in the prompt (${number(ledger.usage.cached_tokens)} ` +
       `from the cache), ${number(ledger.usage.completion_tokens)} generated`,
     Preemptions: ledger.preemptions + ledger.engine_preemptions || null,
@@ -254,6 +261,16 @@ function detailsOf(job) {
   const texts = (result?.choices ?? []).map((choice) => el("section", {},
     el("pre", { tabIndex: 0 }, choice.text), copyButton("Copy", () => choice.text)));
   return [list, ...texts];
+}
+
+/** Return the parts of a job's time, in order. */
+function partsOf({ parts, not_recorded: missing }) {
+  const told = parts.map((part) => `${part.text}: ${duration(1000 * part.seconds)}`);
+  return [...told, ...(missing ? [`not recorded: ${missing}`] : [])].join("; ");
+}
+
+function listOf(values, wordsOfValue) {
+  return values?.length ? values.map(wordsOfValue).join("; ") : null;
 }
 
 function timeOf(ms) {

@@ -198,6 +198,7 @@ class AdminBroker:
             raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
         if answer[0] == b"BUSY":
             raise BusyError(f"another audit repairs pool {pool}", retry_after_ms=_REPAIR_RETRY_MS)
+        scripts.log_ends(answer[2])
         return [tuple(_shown(part) for part in row) for row in answer[1]]  # type: ignore[misc]
 
     async def release(self, pool: str, repairer: str) -> None:

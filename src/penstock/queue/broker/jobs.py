@@ -358,11 +358,13 @@ class ResponseBroker:
         pool, level = pool_of(job_id), durability or self._durability
         arguments = (job_id, tenant, int(level != MEMORY))
         if level == MEMORY:
-            answer = await scripts.call(self._redis, "delete_response", pool, *arguments)
+            answer, ended = await scripts.call(self._redis, "delete_response", pool, *arguments)
         else:
             with translated():
                 async with confirmed_writes(self._redis, level, "the response is deleted") as connection:
-                    answer = await connection.call(*scripts.command("delete_response", pool, arguments, whole=True))
+                    command = scripts.command("delete_response", pool, arguments, whole=True)
+                    answer, ended = await connection.call(*command)
+        scripts.log_ends(ended)
         if answer != b"OK":
             raise _no_response(job_id)
         self._recent.note(partial(scripts.call, self._redis, "delete_response", pool_of(job_id), job_id, tenant))

@@ -267,6 +267,7 @@ class NodeBroker:
         answer = await self._call("heartbeat", *told, *(held or ()))
         if answer[0] == b"SWEPT":
             raise LeaseLostError
+        scripts.log_ends(answer[5])
         if answer[4] and self._joined is not None:
             _LOG.error("the pool's config is damaged; this node writes its own again", extra={"pool": self._pool})
             await self.join(*self._joined)
@@ -397,7 +398,9 @@ class NodeBroker:
                 for job in part
                 for item in (job.job_id, job.lease, job.cost, job.max_kv_tokens, job.num_preemptions)
             ]
-            answers += [a.decode() for a in await self._call("give_back", why, *arguments)]
+            found, ended = await self._call("give_back", why, *arguments)
+            scripts.log_ends(ended)
+            answers += [a.decode() for a in found]
         return answers
 
     async def progress(self, job_ids: Sequence[str]) -> list[int | None]:

@@ -353,6 +353,7 @@ class ActivityBroker:
             counts={event: whole(counts.get(event.encode())) for event in EVENTS},
             nodes=tuple(nodes),
             events=tuple(event for event in map(_event_of, reversed(events)) if event is not None),
+            now_ms=now_ms,
         )
 
     async def _facts_of(self, pool: str) -> list[Any]:

@@ -209,11 +209,11 @@ class ProducerBroker:
     @retried
     async def cancel(self, job_id: str, tenant: str) -> str:
         """Cancel a job. Returns `cancelled`, `cancelling` (it ends within a step), or its earlier terminal state."""
-        state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
+        state = await scripts.cancel(self._redis, job_id, tenant)
         if state == "NOT_FOUND":
             raise _no_job(job_id)
         if state in _CANCELLED:
-            self._recent.note(partial(scripts.call, self._redis, "cancel", pool_of(job_id), job_id, tenant))
+            self._recent.note(partial(scripts.cancel, self._redis, job_id, tenant))
         return state
 
     async def ack(self, job_ids: Sequence[str], tenant: str) -> int:

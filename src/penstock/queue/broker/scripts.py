@@ -14,6 +14,7 @@ import msgpack
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
+from penstock.contract.job import pool_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.shared_connection import SharedRedis
@@ -148,10 +149,17 @@ def _uptime_s() -> float:
 
 
 def log_ends(rows: Sequence[Sequence[bytes]]) -> None:
-    """Write the line of each job that a script ended and that no node reported."""
+    """Write the line of each job that a script ended and that no node reported. A node's line has more fields."""
     for row in rows:
         job_id, tenant, state, code = (one.decode(errors="replace") for one in row)
-        _LOG.info("job.ended", extra={"job_id": job_id, "tenant": tenant, "state": state, "code": code})
+        _LOG.info("job.ended", extra={"job_id": job_id, "tenant": tenant, "finish_reason": state, "code": code})
+
+
+async def cancel(redis: Redis, job_id: str, tenant: str) -> str:
+    """Cancel a job. Return its state after the call, or NOT_FOUND."""
+    state, ended = await call(redis, "cancel", pool_of(job_id), job_id, tenant)
+    log_ends(ended)
+    return cast(bytes, state).decode()
 
 
 async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from penstock.queue.broker.pools import pool_names
 from penstock.queue.record_fields import RecordFields, executed, is_text, whole
 from penstock.queue.wire import Request
 
+_LOG = logging.getLogger(__package__)
 MAX_STEP_JOBS = 8
 """Jobs that one call of change.lua takes."""
 LEASE_MS = 10_000
@@ -81,7 +83,10 @@ class Steering:
     async def change(self, job_id: str, tenant: str, change: JobChange) -> None:
         """Change one job. Raises NotFoundError, ConflictError for a running or ended job, and RequestError."""
         answer = await scripts.call(self._redis, "change", pool_of(job_id), _asked(change, [job_id], tenant))
-        outcome = answer[1][0].decode() if answer[0] == b"OK" else "NOT_FOUND"
+        outcome = "NOT_FOUND"
+        if answer[0] == b"OK":
+            outcome = answer[1][0].decode()
+            scripts.log_ends(answer[2])
         if (error := change_error(job_id, outcome)) is not None:
             raise error
 
@@ -138,7 +143,12 @@ class Steering:
     @retried
     async def end(self, pool: str, bulk_id: str) -> None:
         """Give an action up where it is."""
-        await scripts.call(self._redis, "bulk", pool, "end", bulk_id)
+        answer = await scripts.call(self._redis, "bulk", pool, "end", bulk_id)
+        if answer[0] == b"OK":
+            fields = _fields_of(answer[1])
+            if fields.get(b"dry_run") == b"1":
+                return
+            _log_end(pool, bulk_id, "cancelled", [fields.get(name.encode(), b"0") for name in _TOTALS])
 
     @retried
     async def step(
@@ -166,7 +176,13 @@ class Steering:
             "lease_ms": LEASE_MS,
         }
         asked = _asked(held.request.change, job_ids, held.request.jobs.tenant or "", step)
-        return bool((await scripts.call(self._redis, "change", held.pool, asked))[0] == b"OK")
+        answer = await scripts.call(self._redis, "change", held.pool, asked)
+        if answer[0] != b"OK":
+            return False
+        # The jobs that it ended have no line of their own.
+        if answer[3] and not held.is_dry_run:
+            _log_end(held.pool, held.bulk_id, "ended", answer[3], action=held.request.change.action)
+        return True
 
     @retried
     async def open_bulks(self, pool: str) -> list[str]:
@@ -251,7 +267,14 @@ def _asked(change: JobChange, job_ids: Sequence[str], tenant: str, step: Mapping
     return scripts.packed(asked if step is None else asked | {"step": step})
 
 
-_NUMBERS = ("begun", "changed", "asked_to_stop", "already_over", "failed")
+_TOTALS = ("changed", "asked_to_stop", "already_over", "failed")
+_NUMBERS = ("begun", *_TOTALS)
+
+
+def _log_end(pool: str, bulk_id: str, state: str, totals: Sequence[bytes], **facts: str) -> None:
+    """Write the line of an action that has ended in a pool."""
+    counts = {f"num_{name}": whole(number) for name, number in zip(_TOTALS, totals, strict=True)}
+    _LOG.info("a bulk action has ended", extra={"pool": pool, "bulk_id": bulk_id, "state": state, **facts, **counts})
 
 
 def _part_of(bulk_id: str, found: Mapping[bytes, bytes]) -> BulkPart:

@@ -8,7 +8,7 @@
 --   wrong_types: keys with the type that they should have. strays: members that name no job.
 --   sums: corrections; a repairer's last call has them. is_lost: the stored sum is no number, and `by` is the whole sum.
 --   With 'release' instead of msgpack, only the repairer's lock ends.
--- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
+-- Answer: {OK, {finding…}, {{id, tenant, state, code} of an ended job, …}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
 --   BUSY: another audit repairs this pool.
 -- What cannot be read is a finding, and the others go on. Without a repairer nothing is written: `redis.call` of an audit
 -- mends nothing by itself.
@@ -18,7 +18,7 @@
 local redis = _G.redis
 if ARGV[2] == 'release' then
   if redis.pcall('GET', P .. ':audit') == ARGV[1] then redis.call('DEL', P .. ':audit') end
-  return {'OK', {}}
+  return {'OK', {}, {}}
 end
 local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
@@ -487,4 +487,4 @@ if repairs and asked.sums then
   redis.call('DEL', P .. ':audit')
 end
 flush()
-return {'OK', findings}
+return {'OK', findings, lists.ended}

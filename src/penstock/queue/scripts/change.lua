@@ -6,9 +6,11 @@
 --   it, else the class, and '1' for background work.
 --   step: {bulk, holder, from, to, is_last, outcomes, lease_ms} or nil.
 --     from, to: the action's cursor before and after this step. outcomes: for retry, one for each id.
--- Answer: {OK, {outcome of each id}} | {LOST} | {UNKNOWN_POOL}
+-- Answer: {OK, {outcome of each id}, {{id, tenant, state, code} of an ended job, …}, {total…}}
+--   | {LOST} | {UNKNOWN_POOL}
 --   outcome: changed; asked_to_stop: its node was told to cancel it; over: it had ended; NOT_FOUND; or the code of a failure. later: accepted after the bulk action.
 --   LOST: another process continues the action.
+--   total: after the last step of an action, how many jobs it changed, asked to stop, found ended, and failed on.
 local MAX_JOBS, MAX_FAILURES = 8, 20
 local asked = cmsgpack.unpack(ARGV[1])
 local config, now, step = read_config(), clock(), asked.step
@@ -118,6 +120,7 @@ if asked.op ~= 'retry' then
   end
 end
 
+local totals = {}
 if step then
   local COUNTED = {changed = 'changed', asked_to_stop = 'asked_to_stop', over = 'already_over', later = '', NOT_FOUND = ''}
   local failures = redis.call('HGET', action, 'failures') or ''
@@ -134,7 +137,8 @@ if step then
     redis.call('HSET', action, 'state', 'ended', 'ended', now)
     redis.call('PEXPIRE', action, config.result_ttl_ms)
     redis.call('ZREM', P .. ':bulks', step.bulk)
+    totals = redis.call('HMGET', action, 'changed', 'asked_to_stop', 'already_over', 'failed')
   end
 end
 flush()
-return {'OK', outcomes}
+return {'OK', outcomes, lists.ended, totals}

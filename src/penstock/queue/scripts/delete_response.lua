@@ -4,16 +4,16 @@
 --   repeats: 1 if the caller waits until the deletion is on disk or replicated. Then a response that was deleted before
 --   is answered as if this call had deleted it. The unchanged field is written for WAITAOF and WAIT, which would
 --   otherwise wait for nothing.
--- Answer: OK | NOT_FOUND
+-- Answer: {OK, {{id, tenant, state, code} of the job if this call ended it}} | {NOT_FOUND, {}}
 local id, tenant, repeats = ARGV[1], ARGV[2], ARGV[3] == '1'
 local config, job, now = read_config(), mended(read_job(ARGV[1])), clock()
 local is_stored = redis.call('EXISTS', P .. ':response:' .. id) == 1
-if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
+if not config or not job or job.tenant ~= tenant then return {'NOT_FOUND', {}} end
 if not is_stored then
-  if not repeats or redis.call('HGET', job_key(id), 'deleted') ~= '1' then return 'NOT_FOUND' end
+  if not repeats or redis.call('HGET', job_key(id), 'deleted') ~= '1' then return {'NOT_FOUND', {}} end
   redis.call('DEL', P .. ':response:' .. id)
   redis.call('HSET', job_key(id), 'deleted', '1')
-  return 'OK'
+  return {'OK', {}}
 end
 local stored = stored_of(redis.call('HGET', job_key(id), 'stored'))
 redis.call('DEL', P .. ':response:' .. id)
@@ -30,7 +30,7 @@ if is_terminal(job.state) then
       subtract_stored(expiry_member(bytes, tenant, name .. ':' .. id))
     end
   end
-  return 'OK'
+  return {'OK', {}}
 end
 redis.call('HSET', job_key(id), 'cancel', '1')
 if job.state == 'running' then
@@ -40,4 +40,4 @@ else
   end_if_over(job, config, now)
   flush()
 end
-return 'OK'
+return {'OK', lists.ended}

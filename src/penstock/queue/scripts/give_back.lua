@@ -8,7 +8,7 @@
 --   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
 --   a job costs max_kv_tokens, so that the next node can keep it to its end. preemptions: how often the node's engine
 --   preempted the job's sequences.
--- Answer, one per job: OK | KEEP | FENCED | GONE
+-- Answer: {OK | KEEP | FENCED | GONE, for each job}, {{id, tenant, state, code} of an ended job, …}
 --   KEEP: no other node could take the job, so it stays with this node.
 local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 5
 local node, why, config, now = ARGV[1], ARGV[2], read_config(), clock()
@@ -105,4 +105,4 @@ for at = FIRST, #ARGV, ARGS do
   answers[#answers + 1] = answer
 end
 flush()
-return answers
+return {answers, lists.ended}

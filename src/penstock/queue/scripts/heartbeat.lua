@@ -4,7 +4,7 @@
 -- ARGV: node revision free pace record answered_call check, then the held ids
 --   free: free KV tokens. pace: what P:paces has of the node, '' while it takes no jobs. record: packed
 --   pressure record. answered_call: number of the last take answered to the node.
--- Answer: {OK, {cancelled…}, {expired…}, {fenced…}, is_damaged} | {SWEPT}
+-- Answer: {OK, {cancelled…}, {expired…}, {fenced…}, is_damaged, {{id, tenant, state, code} of an ended job, …}} | {SWEPT}
 --   is_damaged: 1 if P:config has a number that is none: the node should join once more. cancelled, expired: held jobs that
 --   the node must end. SWEPT: a sweep declared the node dead; it must join again.
 local node, revision, free, pace, record = unpack(ARGV, 1, 5)
@@ -69,4 +69,4 @@ for _, job in ipairs(missing) do
 end
 if #fenced > 0 then count_event('fenced', #fenced) end
 flush()
-return {'OK', cancelled, expired, fenced, is_damaged and 1 or 0}
+return {'OK', cancelled, expired, fenced, is_damaged and 1 or 0, lists.ended}

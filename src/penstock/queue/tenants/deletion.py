@@ -105,6 +105,7 @@ class TenantBroker:
                 )
                 raise ConflictError(message, code="tenant_in_use", param="tenant")
             for job_id in await self._redis.srandmember(open_key, _CANCELED_AT_ONCE):
+                # This deletes the job's record too, so its end has no line.
                 await scripts.call(self._redis, "cancel", pool, job_id, tenant)
             await asyncio.sleep(_POLL_S if num_open <= _CANCELED_AT_ONCE else 0)
 

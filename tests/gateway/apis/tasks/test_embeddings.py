@@ -20,7 +20,8 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import Embed, Embedding
 from penstock.contract.tenant import Terms
-from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_num_jobs
+from penstock.gateway.request.jobs import check_num_jobs
+from penstock.gateway.request_line import MAX_JOBS_SHOWN
 from penstock.producer.openai.embeddings import MAX_INPUTS
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.connection import connect

@@ -50,8 +50,23 @@ def test_jobs_are_filtered_and_opened(page: Page, url: str, http: httpx.Client) 
     expect(entry(page, tagged).locator("pre")).to_have_text("the text of one")
     for text in ("15 in the prompt (0 from the cache), 15 generated", '{"for":"a test"}', "Waited in the queue"):
         expect(entry(page, tagged)).to_contain_text(text)
+    expect(entry(page, tagged)).to_contain_text(re.compile(r"Where the time went.*waited in the queue: .*ran on \S+: "))
     page.get_by_label("State").select_option("open")
     expect(page.get_by_text("No such jobs.")).to_be_visible()
+
+
+def test_an_open_job_says_what_it_waits_for_and_what_would_help(page: Page, url: str, http: httpx.Client) -> None:
+    job = submit(http, "later", not_before_s=600)
+    page.goto(f"{url}/#jobs")
+    entry(page, job).locator(".job").click()
+    expect(entry(page, job)).to_contain_text(re.compile(r"Waits for.*its start time, in .*Would help.*--not-before 0"))
+
+
+def test_ages_of_the_page_are_those_of_redis_clock(page: Page, url: str, http: httpx.Client) -> None:
+    job = submit(http, "the text of one")
+    page.add_init_script("const own = Date.now; Date.now = () => own() + 7_200_000")
+    page.goto(f"{url}/#jobs")
+    expect(entry(page, job).locator(".age")).to_have_text(re.compile(r"^\d+ s$"))
 
 
 def test_a_job_is_canceled_and_retried(page: Page, url: str, http: httpx.Client, engine: EchoEngine) -> None:

@@ -372,4 +372,4 @@ def test_a_rank_with_another_model_ends_with_its_reason_and_the_node_names_it(
         make_engine(**hosts)
     status, said = command.wait()
     assert status == 2
-    assert "penstock: it has another model: " in said
+    assert '"reason": "it has another model: ' in said
