@@ -272,7 +272,7 @@ def wait_for_end(batch_id: BatchId, timeout: Timeout = None, base_url: BaseUrl =
         penstock batch wait BATCH_ID && penstock batch results BATCH_ID results.jsonl
     """
     with Server(base_url, api_key) as server, shown_progress() as shown:
-        ended = _until_ended(server, batch_id, shown, timeout, lambda: None)
+        ended = until_ended(server, batch_id, shown, timeout, lambda: None)
     write_line(ended.status)
     _conclude_stored(ended)
 
@@ -348,7 +348,7 @@ def results(
                 file.grow(server)
 
         if follow:
-            found = _until_ended(server, batch_id, shown, timeout, grow)
+            found = until_ended(server, batch_id, shown, timeout, grow)
         else:
             found = server.batch(batch_id)
             grow()
@@ -358,7 +358,7 @@ def results(
     _conclude_stored(found, output, errors)
 
 
-def _until_ended(
+def until_ended(
     server: Server, batch_id: str, shown: ShownProgress, timeout_s: float | None, look: Callable[[], None]
 ) -> StoredBatch:
     """Return a batch that has ended. `look` is called after each look at it, also after the last one."""

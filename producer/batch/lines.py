@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -23,6 +24,8 @@ from pydantic_core import from_json, to_json
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
 from penstock.contract.json_text import json_refusal, without_mark
+from penstock.contract.priority import Priority
+from penstock.producer.flows.graph import FlowGraph
 from penstock.queue.files.batch import RowProblem
 
 MAX_LINE_BYTES = 16 << 20
@@ -61,6 +64,8 @@ class InputRow:
     num_bytes: int
     line: int
     """The number of its line in the input, from 1."""
+    priority: Priority = Priority.BATCH
+    """The class of its jobs. Only rows of flows name one."""
 
     def without_body(self) -> InputRow:
         """Return the row without its fields, which may take megabytes."""
@@ -71,11 +76,12 @@ class InputRow:
 class InputLimits:
     """What an input may have, and for which endpoint its rows must be."""
 
-    endpoint: str
+    texts_fields: Mapping[str, str]
+    """The endpoints that a row may have. Of each, the field with a row's texts where each text becomes a job, or ""."""
     max_rows: int
     max_inputs: int
-    texts_field: str = ""
-    """The field with a row's texts, where each text becomes a job."""
+    flow: FlowGraph | None = None
+    """Where the rows are added if they may wait for each other."""
 
 
 @dataclass(slots=True)
@@ -117,12 +123,14 @@ def check_input(
                 raise RequestError(message, code="duplicate_custom_id", param="custom_id")
             seen[mark] = line
             if limits is not None:
-                _check_endpoint(row, limits.endpoint)
-                num_inputs += _num_texts(row.fields["body"].get(limits.texts_field))
+                url = _checked_endpoint(row, limits.texts_fields)
+                num_inputs += _num_texts(row.fields["body"].get(limits.texts_fields[url]))
                 found.models.setdefault(str(row.fields["body"].get("model") or ""), line)
                 if num_inputs > limits.max_inputs:
                     message = f"the rows have more than {limits.max_inputs} texts in all"
                     raise RequestError(message, code="too_many_inputs")
+                if limits.flow is not None:
+                    limits.flow.add(row.line, row.custom_id, row.fields)
         except RequestError as wrong:
             found.problems.append(RowProblem(wrong.code, wrong.message, line, wrong.param))
             if wrong.code.startswith("too_many") or len(found.problems) == max_problems:
@@ -131,6 +139,9 @@ def check_input(
             break
     if not found.num_rows:
         found.problems.append(RowProblem("empty_file", "the input has no requests"))
+    if limits is not None and limits.flow is not None and not found.problems:
+        wrong_rows = islice(limits.flow.problems(), max_problems)
+        found.problems += [RowProblem(wrong.code, wrong.message, line, wrong.param) for wrong, line in wrong_rows]
     found.digest = digest.digest()
     return found
 
@@ -183,7 +194,7 @@ class RowReader:
                 break
             rows.append(row)
             num_bytes += row.num_bytes
-        return sorted(rows, key=_prompt_of)
+        return sorted(rows, key=prompt_of)
 
     def in_order(self) -> Iterator[InputRow]:
         """Yield the next rows in the order of the input."""
@@ -212,7 +223,8 @@ def is_marked(rows: bytes | bytearray, number: int) -> bool:
     return at < len(rows) and bool(rows[at] & (0x80 >> (number & 7)))
 
 
-def _prompt_of(row: InputRow) -> bytes:
+def prompt_of(row: InputRow) -> bytes:
+    """Return what orders the rows of a window: those with equal beginnings meet."""
     body = row.fields.get("body")
     if not isinstance(body, dict):
         return b""
@@ -252,17 +264,19 @@ def _row_of(number: int, line: int, raw: bytes) -> InputRow:
     return InputRow(number, custom_id, fields, len(raw), line)
 
 
-def _check_endpoint(row: InputRow, endpoint: str) -> None:
-    """Raise RequestError for a row that is not for this endpoint."""
+def _checked_endpoint(row: InputRow, endpoints: Collection[str]) -> str:
+    """Return the endpoint of a row. Raises RequestError for a row that is for none of these."""
     url, body = row.fields.get("url"), row.fields.get("body")
-    if url != endpoint:
+    if not isinstance(url, str) or url not in endpoints:
         shown = repr(url[:64]) if isinstance(url, str) else "missing"
-        message = f"url is {shown}; all rows must be for the batch's endpoint {endpoint}"
+        wanted = "all rows must be for the batch's endpoint" if len(endpoints) == 1 else "it must be one of"
+        message = f"url is {shown}; {wanted} {', '.join(endpoints)}"
         raise RequestError(message, code="mismatched_endpoint", param="url")
     if row.fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", code="invalid_method", param="method")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", code="invalid_body", param="body")
+    return url
 
 
 def _num_texts(given: object) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Self, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
@@ -22,6 +22,7 @@ from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
+from penstock.producer.client.flows import AsyncFlow
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
@@ -325,6 +326,22 @@ class AsyncClient:
         While the pool is busy, the call waits, as `generate` does.
         """
         return await embedded(self.runs, self.submit, self.served_pool, prompts, options)
+
+    def flow(
+        self,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        completion_window: str = "24h",
+        files_url: str | None = None,
+        tenant: str | None = None,
+    ) -> AsyncFlow:
+        """Return a new flow: rows that wait for rows, and have their texts; see `AsyncFlow.add`.
+
+        Its rows are stored with the files of the gateways. `files_url` says where these are; by default
+        $PENSTOCK_FILES_URL, else the files of this user's `penstock serve`.
+        """
+        options: dict[str, Any] = {"metadata": metadata, "completion_window": completion_window}
+        return AsyncFlow(self.files, self.batches, tenant or self._tenant, files_url=files_url, **options)
 
     async def attach(
         self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None
