@@ -89,6 +89,8 @@ class InputCheck:
     """What a check found: the number of rows, the digest of their lines, the names of models, and what is wrong."""
 
     num_rows: int = 0
+    num_inputs: int = 0
+    """The texts of rows whose texts become a job each."""
     digest: bytes = b""
     # Of one request.
     models: dict[str, int] = field(default_factory=dict)
@@ -108,7 +110,7 @@ def check_input(
     Without `limits`, each row may have an endpoint of its own, which is checked with its body. The check ends early
     once `is_over`, such as for a canceled batch.
     """
-    found, seen, num_inputs, digest = InputCheck(), dict[bytes, int](), 0, hashlib.blake2b(digest_size=16)
+    found, seen, digest = InputCheck(), dict[bytes, int](), hashlib.blake2b(digest_size=16)
     for line, raw in lines_of(source):
         digest.update(raw)
         found.num_rows += 1
@@ -123,14 +125,7 @@ def check_input(
                 raise RequestError(message, code="duplicate_custom_id", param="custom_id")
             seen[mark] = line
             if limits is not None:
-                url = _checked_endpoint(row, limits.texts_fields)
-                num_inputs += _num_texts(row.fields["body"].get(limits.texts_fields[url]))
-                found.models.setdefault(str(row.fields["body"].get("model") or ""), line)
-                if num_inputs > limits.max_inputs:
-                    message = f"the rows have more than {limits.max_inputs} texts in all"
-                    raise RequestError(message, code="too_many_inputs")
-                if limits.flow is not None:
-                    limits.flow.add(row.line, row.custom_id, row.fields)
+                _check_within(row, limits, found)
         except RequestError as wrong:
             found.problems.append(RowProblem(wrong.code, wrong.message, line, wrong.param))
             if wrong.code.startswith("too_many") or len(found.problems) == max_problems:
@@ -139,11 +134,27 @@ def check_input(
             break
     if not found.num_rows:
         found.problems.append(RowProblem("empty_file", "the input has no requests"))
-    if limits is not None and limits.flow is not None and not found.problems:
-        wrong_rows = islice(limits.flow.problems(), max_problems)
-        found.problems += [RowProblem(wrong.code, wrong.message, line, wrong.param) for wrong, line in wrong_rows]
+    if limits is not None and not found.problems:
+        found.problems += _problems_of(limits.flow, max_problems)
     found.digest = digest.digest()
     return found
+
+
+def _check_within(row: InputRow, limits: InputLimits, found: InputCheck) -> None:
+    """Note the model and the texts of a row, and add it to its flow. Raises RequestError."""
+    url = _checked_endpoint(row, limits.texts_fields)
+    body = row.fields["body"]
+    found.models.setdefault(str(body.get("model") or ""), row.line)
+    found.num_inputs += _num_texts(body.get(limits.texts_fields[url]))
+    if found.num_inputs > limits.max_inputs:
+        raise RequestError(f"the rows have more than {limits.max_inputs} texts in all", code="too_many_inputs")
+    if limits.flow is not None:
+        limits.flow.add(row.line, row.custom_id, row.fields)
+
+
+def _problems_of(flow: FlowGraph | None, limit: int) -> list[RowProblem]:
+    wrong_rows = islice(flow.problems(), limit) if flow is not None else ()
+    return [RowProblem(wrong.code, wrong.message, line, wrong.param) for wrong, line in wrong_rows]
 
 
 def check_file(path: Path) -> InputCheck:

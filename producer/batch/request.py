@@ -24,7 +24,9 @@ def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
     """Return the request of a line in a batch file. Raises RequestError for an invalid line."""
     if (unknown := next((name for name in fields if name not in _LINE_FIELDS), None)) is not None:
         shown = unknown[:MAX_NAME_CHARS]
-        hint = f"; only rows of a flow have it, a batch with the endpoint {FLOW_ENDPOINT}" if shown in FLOW_FIELDS else ""
+        hint = (
+            f"; only rows of a flow have it, a batch with the endpoint {FLOW_ENDPOINT}" if shown in FLOW_FIELDS else ""
+        )
         raise RequestError(f"{shown}: unknown field{hint}", code=UNKNOWN_FIELD, param=shown)
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.contract.errors import JobFailedError, RequestError, ResultTimeout
 from penstock.contract.priority import ClassName
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.files.service import Files
-from penstock.producer.files.storage import FilesSettings
+from penstock.producer.files.storage import FilesSettings, Storage
 from penstock.producer.flows.graph import FlowGraph
 from penstock.producer.flows.marks import answer_text
 from penstock.producer.flows.rows import OnFailure
@@ -49,7 +49,7 @@ class AsyncFlow:
         flow = client.flow()
         flow.add("plan", prompt="Name three rivers as a JSON list of texts:")
         flow.add("river", prompt="Describe {{item}}.", for_each="plan.json")
-        flow.add("summary", prompt="Summarize:\\n{{*.text}}", after=["river"])
+        flow.add("summary", prompt="In short: {{*.text}}", after=["river"])
         await flow.submit()
         for answer in await flow.answers():
             print(answer.custom_id, answer.text)
@@ -97,8 +97,8 @@ class AsyncFlow:
     ) -> str:
         """Add a row, and return its name. `body` are the fields of a request over HTTP, such as `messages` or `prompt`.
 
-        Of `{{name.text}}` and `{{name.json.path}}` in the prompt, the texts of these rows take the places. The row waits
-        for them, and for what `after` names: rows, and jobs that were submitted earlier. `{{*.text}}` stands for the
+        The texts of rows take the places of `{{name.text}}` and `{{name.json.path}}` in the prompt. The row waits for
+        these, and for what `after` names: rows, and jobs that were submitted earlier. `{{*.text}}` stands for the
         texts of all rows of `after`. `for_each` makes a row for each entry of a list in an answer; `{{item}}` is the
         entry. If a parent fails, the row does too (`fail`), is skipped (`skip`), or runs without its text (`continue`).
 
@@ -106,7 +106,9 @@ class AsyncFlow:
         for `input`. Raises RequestError for what is wrong with the row by itself.
         """
         if custom_id in self._graph.numbers:
-            raise RequestError(f"custom_id {custom_id[:64]!r} is used twice", code="duplicate_custom_id", param="custom_id")
+            raise RequestError(
+                f"custom_id {custom_id[:64]!r} is used twice", code="duplicate_custom_id", param="custom_id"
+            )
         endpoint = url or next((_URL_OF[name] for name in _URL_OF if name in body), None)
         if endpoint is None:
             raise RequestError(f"a row needs url, or one of {', '.join(_URL_OF)}", param="url")
@@ -181,16 +183,15 @@ class AsyncFlow:
         Raises what `wait` raises.
         """
         found = await self.wait(timeout=timeout)
-        files = Files(self._settings, self._records)
+        files, answers = Files(self._settings, self._records), list[FlowAnswer]()
         try:
-            return [
-                _answer_of(json.loads(line))
-                for file_id in (found.output_file_id, found.error_file_id)
-                if file_id is not None
-                async for line in _lines_of(files, file_id, self._tenant)
-            ]
+            for file_id in (found.output_file_id, found.error_file_id):
+                if file_id is not None:
+                    file, storage = await files.find(file_id, self._tenant), await files.storage()
+                    answers += await files.on_thread(_answers_in, storage, file.object_name)
         finally:
             files.close()
+        return answers
 
 
 def _answer_of(line: Mapping[str, Any]) -> FlowAnswer:
@@ -199,14 +200,9 @@ def _answer_of(line: Mapping[str, Any]) -> FlowAnswer:
     return FlowAnswer(line["custom_id"], text, body, line["error"])
 
 
-async def _lines_of(files: Files, file_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
-    file = await files.find(file_id, tenant)
-    rest = b""
-    async with aclosing(files.content(file, 0, file.num_bytes)) as blocks:
-        async for block in blocks:
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                yield line
+def _answers_in(storage: Storage, name: str) -> list[FlowAnswer]:
+    with closing(storage.lines(name)) as source:
+        return [_answer_of(json.loads(line)) for line in iter(source.readline, b"")]
 
 
 Caller = Callable[..., Any]

@@ -32,7 +32,9 @@ class FlowGraph:
         row = flow_row(len(self.rows), line, custom_id, fields)
         self.num_edges += len(row.parents)
         if self.num_edges > MAX_EDGES:
-            raise RequestError(f"the rows name more than {MAX_EDGES} parents in all", code="too_many_edges", param="after")
+            raise RequestError(
+                f"the rows name more than {MAX_EDGES} parents in all", code="too_many_edges", param="after"
+            )
         self.numbers[custom_id] = row.number
         self.rows.append(row)
 
@@ -56,7 +58,10 @@ class FlowGraph:
         """Yield what is wrong with the rows together, and in which line."""
         makers, is_whole = {row.custom_id for row in self.rows if row.for_each is not None}, True
         if len(self.lines_of_jobs()) > MAX_JOBS:
-            yield RequestError(f"the rows wait for more than {MAX_JOBS} jobs", code="too_many_jobs", param="after"), None
+            yield (
+                RequestError(f"the rows wait for more than {MAX_JOBS} jobs", code="too_many_jobs", param="after"),
+                None,
+            )
         for row in self.rows:
             unknown = next((name for name in row.after if name not in self.numbers), None)
             if unknown is not None:

@@ -74,9 +74,9 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def filled(body: Mapping[str, Any], text_of: Callable[[Mark], str]) -> dict[str, Any]:
-    """Return the body with a text in place of each mark. Raises RequestError for too many bytes, and what `text_of` raises.
+    """Return the body with a text in place of each mark: what `text_of` returns, which is asked once for each place.
 
-    `text_of` is asked once for each place.
+    Raises RequestError for too many bytes, and what `text_of` raises.
     """
     num_bytes = 0
 
@@ -95,7 +95,9 @@ def filled(body: Mapping[str, Any], text_of: Callable[[Mark], str]) -> dict[str,
     return replaced(body, _MARK, text_for)
 
 
-def replaced(body: Mapping[str, Any], wanted: re.Pattern[str], text_for: Callable[[re.Match[str]], str]) -> dict[str, Any]:
+def replaced(
+    body: Mapping[str, Any], wanted: re.Pattern[str], text_for: Callable[[re.Match[str]], str]
+) -> dict[str, Any]:
     """Return the body with `text_for` in place of what the pattern finds in its FILLED_FIELDS."""
 
     def change(value: Any) -> Any:
@@ -127,7 +129,7 @@ def part_of(mark: Mark, value: Any) -> Any:
         try:
             if not isinstance(value, list if isinstance(step, int) else dict):
                 raise LookupError
-            value = value[step]
+            value = value[step]  # type: ignore[index]  # both kinds of steps were told apart
         except LookupError:
             message = f"{{{{{mark}}}}}: there is no {step!r} in {mark.name}"
             raise RequestError(message, code="path_not_found", param="body") from None

@@ -32,12 +32,12 @@ class MadeRows(NamedTuple):
 
     maker: int
     first: int
-    count: int
+    num_rows: int
 
     @property
     def numbers(self) -> range:
         """Their numbers."""
-        return range(self.first, self.first + self.count)
+        return range(self.first, self.first + self.num_rows)
 
 
 class FlowProgress:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, ValidationError
 
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import Wire
-from penstock.contract.job_id import JOB_ID_PATTERN
+from penstock.contract.job_id import is_job_id
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.problems import request_error
 from penstock.producer.flows.marks import ALL, FILLED_FIELDS, ITEM, Mark, mark_of, marks_in
@@ -26,14 +26,8 @@ FLOW_FIELDS = frozenset({"after", "on_failure", "priority", "for_each"})
 _MADE_NAME = re.compile(r"(.+)\[\d+\]", re.DOTALL)
 
 
-class JobName(Wire):
-    """An earlier job that a row waits for."""
-
-    job: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
-
-
 class _Fields(Wire):
-    after: Annotated[list[str | JobName], Field(max_length=MAX_PARENTS)] = []
+    after: Annotated[list[Any], Field(max_length=MAX_PARENTS)] = Field(default_factory=list)
     on_failure: OnFailure = "fail"
     priority: ClassName = "batch"
     for_each: Annotated[str, Field(min_length=1, max_length=600)] | None = None
@@ -72,15 +66,24 @@ def flow_row(number: int, line: int, custom_id: str, fields: Mapping[str, Any]) 
         raise request_error(error) from None
     if custom_id in (ALL, ITEM):
         raise RequestError(f"custom_id: {custom_id!r} has a meaning of its own in marks", param="custom_id")
-    after = [one for one in given.after if isinstance(one, str)]
-    jobs = [one.job for one in given.after if isinstance(one, JobName)]
+    after, jobs = list[str](), list[str]()
+    for at, one in enumerate(given.after):
+        job_id = one.get("job") if isinstance(one, dict) and len(one) == 1 else None
+        if isinstance(one, str):
+            after.append(one)
+        elif isinstance(job_id, str) and is_job_id(job_id):
+            jobs.append(job_id)
+        else:
+            message = f'after[{at}] must be the custom_id of a row, or the id of a job as {{"job": "ID"}}'
+            raise RequestError(message, param=f"after[{at}]")
     if len({*after, *jobs}) != len(given.after):
         raise RequestError("after: names a row or a job twice", param="after")
     for_each = None
     if given.for_each is not None:
         for_each = mark_of(given.for_each)
         if for_each is None or for_each.path is None or for_each.name in (ALL, ITEM):
-            message = f"for_each must name a list in the answer of a row, such as plan.json.sections, not {given.for_each[:64]!r}"
+            shown = repr(given.for_each[:64])
+            message = f"for_each must name a list in the answer of a row, such as plan.json.sections, not {shown}"
             raise RequestError(message, param="for_each")
     body = fields.get("body")
     names = _checked_marks(body if isinstance(body, dict) else {}, bool(given.after), is_made=for_each is not None)
@@ -104,7 +107,9 @@ def _checked_marks(body: Mapping[str, Any], has_parents: bool, *, is_made: bool)
         if mark.name == ITEM and not is_made:
             raise RequestError(f"{shown} is the entry of a list, so the row needs for_each", param=param)
         if mark.name == ALL and (mark.path is not None or not has_parents):
-            message = f"{shown}: {{{{*.text}}}} joins the texts of all rows that after names, and nothing else begins with *"
+            message = (
+                f"{shown}: {{{{*.text}}}} joins the texts of all rows that after names, and nothing else begins with *"
+            )
             raise RequestError(message, param=param)
         names.add(mark.name)
     return names

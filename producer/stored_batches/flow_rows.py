@@ -15,7 +15,7 @@ from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.json_text import without_mark
-from penstock.producer.batch.finished import ERROR, OUTPUT, FinishedRow, OpenAiRows
+from penstock.producer.batch.finished import ERROR, FinishedRow, OpenAiRows
 from penstock.producer.batch.lines import MAX_READ_BYTES, InputRow, is_marked, lines_of, prompt_of
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
@@ -221,7 +221,8 @@ class FlowRows:
             self._making.pop(number, None)
 
     def _read_end(self, row: FinishedRow) -> tuple[int, End, int]:
-        number, end = row.row.number, "succeeded"
+        number = row.row.number
+        end: End = "succeeded"
         owner, _ = self._progress.row_of(number)
         if row.kind == ERROR or (not row.num_made and owner.number in self._wanted[0]):
             line = from_json(row.line)
@@ -268,7 +269,8 @@ class FlowRows:
         count = len(self._items(row))
         limit = self._max_rows - self._progress.num_rows - sum(self._making.values()) - num_made
         if count > limit:
-            message = f"for_each: makes {count} rows, and the flow has room for {max(0, limit)} more of at most {self._max_rows}"
+            room = f"{max(0, limit)} more of at most {self._max_rows} (PENSTOCK_FILES_MAX_BATCH_ROWS)"
+            message = f"for_each: makes {count} rows, and the flow has room for {room}"
             raise RequestError(message, code="too_many_rows", param="for_each")
         return count
 

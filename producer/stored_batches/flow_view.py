@@ -81,7 +81,7 @@ class FlowView:
             "priority": row.priority.label,
             "for_each": str(row.for_each) if row.for_each is not None and index is None else None,
             "made_by": None if index is None else row.custom_id,
-            "num_made": None if made is None else made.count,
+            "num_made": None if made is None else made.num_rows,
             "error": None if error is None else {"code": error["code"], "message": error["message"]},
             "job_id": None,
         }
@@ -107,7 +107,9 @@ async def view_of(client: AsyncClient, files: Files, batch: BatchRecord) -> Flow
         raise NotFoundError(message, code="rows_gone", param="batch_id") from None
     if batch.is_open:
         jobs = view.progress.open_jobs
-        for job_id, end in zip(jobs, await asyncio.gather(*(_end_of_job(client, batch, one) for one in jobs)), strict=True):
+        for job_id, end in zip(
+            jobs, await asyncio.gather(*(_end_of_job(client, batch, one) for one in jobs)), strict=True
+        ):
             if end is not None:
                 view.progress.end_job(job_id, end)
     return view
@@ -127,7 +129,7 @@ def _read(storage: Storage, batch: BatchRecord, committed: bytes, names: Sequenc
     numbers = {bare.name_of(number): number for number in range(bare.num_rows)}
     errors, ends = dict[int, Mapping[str, Any]](), dict[int, End]()
     for number in range(bare.num_rows):
-        if not batch.is_open and batch.status != "failed" or is_marked(committed, number):
+        if (not batch.is_open and batch.status != "failed") or is_marked(committed, number):
             ends[number] = "succeeded"
     for line in _lines(storage, names):
         number = numbers.get(line["custom_id"], -1)

@@ -92,6 +92,8 @@ class StoredBatchRun:
                 raise
             # Which rows were not answered is lost with the input. Those that were are kept.
             await self._patiently(lambda: self._finish("failed", [INPUT_LOST]))
+        finally:
+            await self._source.close()
 
     async def _has_input(self) -> bool:
         storage = await self._files.storage()
@@ -125,7 +127,6 @@ class StoredBatchRun:
                 await self._stop()
         finally:
             await self._row_run.close()
-            await self._source.close()
         rows = await self._patiently(lambda: self._batches.committed_rows(self._batch.batch_id))
         if (num_rows := sum(byte.bit_count() for byte in rows)) != self._source.num_rows:
             raise InvariantError(f"{num_rows} of {self._source.num_rows} rows of {self._batch.batch_id} are committed")

@@ -42,7 +42,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 MAX_ROWS = 1000
 """Most rows of a flow in one page."""
 ROW_STATES = ("waiting", "ready", "succeeded", "failed", "skipped", "cancelled", "expired")
-"""States of a row by which a list can be filtered. Of a row that is ready, its job tells whether it is queued or runs."""
+"""States of a row by which a list can be filtered. A row that is ready may be queued, or run."""
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)
 _Text = Annotated[str, Field(max_length=512)]
 
@@ -124,7 +124,8 @@ class BatchRoutes:
     async def create_batch(self, request: Request) -> dict[str, Any]:
         """Make a batch of the rows of a stored file, each a request of the same endpoint.
 
-        With the endpoint `/v1/flows`, each row has an endpoint of its own, and may wait for other rows. A repeated request with the same Idempotency-Key gets the same batch.
+        With the endpoint `/v1/flows`, each row has an endpoint of its own, and may wait for other rows. A repeated
+        request with the same Idempotency-Key gets the same batch.
         """
         try:
             body = CreateBatch.model_validate_json(await self._reader.small_json(request))
@@ -203,7 +204,11 @@ class BatchRoutes:
         await with_jobs(self._client, batch, rows)
         page = page_of(rows, limit)
         # The page goes on behind a name.
-        return {**page, "last_id": rows[min(limit, len(rows)) - 1]["custom_id"] if rows else None, "counts": view.counts()}
+        return {
+            **page,
+            "last_id": rows[min(limit, len(rows)) - 1]["custom_id"] if rows else None,
+            "counts": view.counts(),
+        }
 
     async def _rows(self, request: Request, batch_id: str, kind: str) -> Response:
         tenant = caller_of(request).tenant

@@ -39,8 +39,8 @@ def test_a_row_waits_for_what_it_names_and_for_what_its_marks_name() -> None:
     [
         ({"after": "a"}, "after", "must be a list"),
         ({"after": ["a", "a"]}, "after", "twice"),
-        ({"after": [{"job": "no id"}]}, "after", "pattern"),
-        ({"after": [{"row": "a"}]}, "after", "row"),
+        ({"after": [{"job": "no id"}]}, "after", "ID"),
+        ({"after": ["a", 7]}, "after[1]", "custom_id"),
         ({"on_failure": "ignore"}, "on_failure", "skip"),
         ({"priority": 1}, "priority", "batch"),
         ({"for_each": "a.text"}, "for_each", "list"),
@@ -73,7 +73,13 @@ def test_rows_that_are_no_flow_together_are_named() -> None:
 
 
 def test_a_cycle_is_named_from_row_to_row() -> None:
-    rows = {"a": {"after": ["b"]}, "b": {"after": ["root", "c"]}, "c": {"after": ["a"]}, "root": {}, "d": {"after": ["a"]}}
+    rows = {
+        "a": {"after": ["b"]},
+        "b": {"after": ["root", "c"]},
+        "c": {"after": ["a"]},
+        "root": {},
+        "d": {"after": ["a"]},
+    }
     ((wrong, line),) = graph_of(**rows).problems()
     assert line in (1, 2, 3)
     assert any(names in wrong.message for names in ("a → b → c", "b → c → a", "c → a → b"))

@@ -63,7 +63,9 @@ def test_every_text_of_a_prompt_is_filled_and_nothing_else() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from(["{{a.text}}", "{{b.text}}", "{{", "}}", "a.text", "{previous}", "\n", "x"]), max_size=6))
+@given(
+    st.lists(st.sampled_from(["{{a.text}}", "{{b.text}}", "{{", "}}", "a.text", "{previous}", "\n", "x"]), max_size=6)
+)
 def test_a_text_in_the_place_of_a_mark_is_not_read_again(pieces: list[str]) -> None:
     written = "".join(pieces)
     assert filled({"prompt": "{{a.text}}|{{b.text}}"}, lambda _: written) == {"prompt": f"{written}|{written}"}
@@ -114,7 +116,16 @@ def test_a_text_that_is_no_json_has_no_path() -> None:
         ({"choices": [{"text": "a"}]}, "a"),
         ({"choices": [{"message": {"content": "b"}}]}, "b"),
         ({"choices": [{"message": {"content": None, "tool_calls": []}}]}, None),
-        ({"object": "response", "output": [{"type": "reasoning"}, {"type": "message", "content": [{"type": "output_text", "text": "c"}]}]}, "c"),
+        (
+            {
+                "object": "response",
+                "output": [
+                    {"type": "reasoning"},
+                    {"type": "message", "content": [{"type": "output_text", "text": "c"}]},
+                ],
+            },
+            "c",
+        ),
         ({"type": "message", "content": [{"type": "thinking"}, {"type": "text", "text": "d"}]}, "d"),
         ({"object": "list", "data": [{"embedding": [1.0]}]}, None),
         (7, None),

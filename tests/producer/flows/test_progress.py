@@ -25,7 +25,7 @@ def graph_of(rows: Rows) -> FlowGraph:
 
 
 def run(rows: Rows, rng: Random, *, restarts: bool) -> dict[str, End]:
-    """Run a flow: rows that are ready finish in any order, parts store some of them, and at times all but these is lost."""
+    """Run a flow: rows that are ready finish in any order, parts store some, and at times all else is lost."""
     graph = graph_of(rows)
     progress, made, ends = FlowProgress(graph), list[tuple[int, int]](), dict[int, End]()
     finished = deque[tuple[int, End, int]]()

@@ -132,7 +132,7 @@ class BatchRecord:
     """Why its rows wait. Empty: they do not."""
     rows_per_s: float = 0.0
     made: Sequence[tuple[int, int]] = ()
-    """Of a flow: the rows whose `for_each` has made rows, and how many. The first made row follows the last of the input."""
+    """Of a flow: the rows whose `for_each` has made rows, and how many. The made rows follow those of the input."""
 
     @property
     def is_flow(self) -> bool:
