@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from penstock.contract.errors import JobFailedError, RequestError, ResultTimeoutError
 from penstock.contract.priority import ClassName
@@ -26,6 +26,7 @@ from penstock.runtime.settings import RedisSettings
 CHAT_URL, COMPLETIONS_URL, RESPONSES_URL = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _URL_OF = {"messages": CHAT_URL, "prompt": COMPLETIONS_URL, "input": RESPONSES_URL}
 """The field of a row's body that tells its endpoint, unless `url` does."""
+DEFAULT_TENANT = "default"
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
 """Seconds between two looks at a flow that runs: at first, and at last."""
 
@@ -43,6 +44,19 @@ class FlowAnswer:
     """`code` and `message` of its failure; None if it succeeded."""
 
 
+class FlowOptions(TypedDict, total=False):
+    """Options of `client.flow`."""
+
+    metadata: Mapping[str, str] | None
+    """Up to 16 pairs that are kept with the flow."""
+    completion_window: str
+    """Hours or days after which rows without an answer expire, such as `24h`, the default, or `7d`."""
+    files_url: str | None
+    """Where the gateways store files; by default $PENSTOCK_FILES_URL, else as this user's `penstock serve`."""
+    tenant: str | None
+    """Whose flow it is; by default the client's."""
+
+
 class AsyncFlow:
     """Rows that wait for rows. Nothing runs before `submit`.
 
@@ -57,25 +71,16 @@ class AsyncFlow:
     A flow is a batch: gateways run it, and it goes on if this process ends.
     """
 
-    def __init__(
-        self,
-        records: FileRecords,
-        batches: BatchRecords,
-        tenant: str,
-        *,
-        files_url: str | None = None,
-        completion_window: str = "24h",
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        window_s(completion_window)
-        self._settings = FilesSettings.load(url=files_url)
+    def __init__(self, records: FileRecords, batches: BatchRecords, options: FlowOptions) -> None:
+        self._completion_window = options.get("completion_window", "24h")
+        window_s(self._completion_window)
+        self._settings = FilesSettings.load(url=options.get("files_url"))
         if self._settings.url is None and (noted := running_files(RedisSettings.load().runtime_dir)):
             self._settings = FilesSettings.load(url=noted)
         self._records = records
         self._batches = batches
-        self._tenant = tenant
-        self._completion_window = completion_window
-        self._metadata = dict(metadata) if metadata else None
+        self._tenant = options.get("tenant") or DEFAULT_TENANT
+        self._metadata = dict(options.get("metadata") or {}) or None
         self._graph = FlowGraph()
         self._lines: list[bytes] = []
         self.id = ""

@@ -22,7 +22,7 @@ class FlowGraph:
     """All rows of a flow."""
 
     rows: list[FlowRow] = field(default_factory=list)
-    # Of one flow.
+    # Of one request.
     numbers: dict[str, int] = field(default_factory=dict)
     """The number of each row, by its `custom_id`."""
     num_edges: int = 0
@@ -40,6 +40,7 @@ class FlowGraph:
 
     def lines_of_jobs(self) -> dict[str, int]:
         """Return the earlier jobs that rows wait for, each with the line of the first such row."""
+        # Of one request.
         found = dict[str, int]()
         for row in self.rows:
             for job_id in row.jobs:

@@ -52,7 +52,9 @@ class FlowProgress:
         self._ends: list[End | None] = [None] * len(graph.rows)
         self._made = dict[int, MadeRows]()
         self._made_in_order: list[MadeRows] = []
+        # Of one request.
         self._job_ends = dict[str, End]()
+        # Of one request.
         self._waiters_of_job = dict[str, list[int]]()
         for row in graph.rows:
             for job_id in row.jobs:

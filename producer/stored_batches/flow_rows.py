@@ -79,8 +79,9 @@ class FlowRows:
         self._places: list[Spooled] = []
         self._progress = FlowProgress(FlowGraph())
         self._wanted: tuple[set[int], set[str]] = set(), set()
-        # Of one flow: texts of rows by number, and of earlier jobs by id. None: an answer without text.
+        # Texts of rows by number. None: an answer without text.
         self._texts = dict[int, Spooled | None]()
+        # Of one request.
         self._job_texts = dict[str, Spooled | None]()
         self._given = set[int]()
         self._making = dict[int, int]()

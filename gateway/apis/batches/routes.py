@@ -124,7 +124,7 @@ class BatchRoutes:
     async def create_batch(self, request: Request) -> dict[str, Any]:
         """Make a batch of the rows of a stored file, each a request of the same endpoint.
 
-        With the endpoint `/v1/flows`, each row has an endpoint of its own, and may wait for other rows. A repeated
+        With the endpoint `flow`, each row has an endpoint of its own, and may wait for other rows. A repeated
         request with the same Idempotency-Key gets the same batch.
         """
         try:

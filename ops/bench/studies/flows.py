@@ -22,7 +22,7 @@ from bench.queue_cost.processes import POOL, gateway, node
 from penstock import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-FLOW, COMPLETIONS = "/v1/flows", "/v1/completions"
+FLOW, COMPLETIONS = "flow", "/v1/completions"
 POLL_S = 0.02
 PROMPT = "Say one word."
 

@@ -11,7 +11,7 @@ const MAX_RETRY_BYTES = 64 << 20;
 const OPEN = ["validating", "in_progress", "finalizing", "cancelling"];
 const KINDS = { completed: "good", failed: "bad", expired: "bad", cancelled: "warn", cancelling: "warn" };
 const WORDS = { in_progress: "in progress" };
-const FLOW = "/v1/flows";
+const FLOW = "flow";
 const FLOW_FIELDS = ["after", "for_each", "on_failure", "priority"];
 const views = new Map(); // batch id → BatchView
 let controller;

@@ -25,7 +25,7 @@ MAX_WINDOW_S = 30 * 86_400
 _MAX_LIFE_S = 1 << 33
 MESSAGES_ENDPOINT = "/v1/messages"
 """The endpoint of message batches."""
-FLOW_ENDPOINT = "/v1/flows"
+FLOW_ENDPOINT = "flow"
 """The endpoint of flows: batches whose rows have endpoints of their own, and wait for other rows."""
 _MESSAGE_PREFIX = "msgbatch_"
 _BATCH_ID = re.compile(r"(?:msg)?batch_[0-9a-f]{32}")

@@ -137,7 +137,7 @@ def test_no_tenant_waits_for_a_job_of_another_one(clients: dict[str, httpx.Clien
             "files": {"file": ("flow.jsonl", json.dumps(line).encode())},
         }
         file_id = client.post("/v1/files", **form).json()["id"]
-        flow = {"input_file_id": file_id, "endpoint": "/v1/flows", "completion_window": "24h"}
+        flow = {"input_file_id": file_id, "endpoint": "flow", "completion_window": "24h"}
         batches[name] = ended(client, client.post("/v1/batches", json=flow).json()["id"])
     output = ann.get(f"/v1/batches/{batches['ann']['id']}/output").json()
     assert output["response"]["body"]["choices"][0]["message"]["content"] == "secret!"

@@ -301,6 +301,9 @@ def test_a_flow_by_the_command(http: httpx.Client, engine: EchoEngine, tmp_path:
     assert texts == {"a": "hello", "b": "hello you"} and "2 failed or skipped" in told
     shown, _ = command(http, "flows", "show", batch_id)
     assert "b succeeded ← a" in shown and "'bad', which the row waits for, has failed" in shown
+    some, _ = command(http, "flows", "show", batch_id, "--limit", "1")
+    assert "a succeeded" in some and "3 more (--limit 4)" in some
+    assert command(http, "flows", "show", batch_id, "--limit", "4")[0] == shown
     failed, _ = command(http, "flows", "show", batch_id, "--state", "failed", "--json")
     assert [one["custom_id"] for one in json.loads(failed)] == ["bad", "c"]
     source.write_text("\n".join(map(json.dumps, [row("a", "x", after=["b"]), row("b", "{{a.text}}")])))
