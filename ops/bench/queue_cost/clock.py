@@ -31,8 +31,11 @@ class ClockTokenizer:
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return [SPOKEN] * max(1, len(text) // 4)
+
+    def encode_prompt(self, text: str, owner: object) -> list[int]:
+        return self.encode(text)
 
     def encode_chat(
         self,
@@ -40,8 +43,10 @@ class ClockTokenizer:
         tools: str | None = None,
         template_kwargs: str | None = None,
         *,
+        framed: bool = False,
         now: datetime | None = None,
         owner: object = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         return self.encode(messages[-1]["content"])
 

@@ -22,15 +22,16 @@ from bench.queue_cost.processes import POOL, gateway, node
 from penstock import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-FLOW, COMPLETIONS = "flow", "/v1/completions"
+FLOW, CHAT = "flow", "/v1/chat/completions"
 POLL_S = 0.02
 PROMPT = "Say one word."
 
 
 def row(name: str, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
     """Return a row of one token."""
-    body = {"model": POOL, "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
-    return {"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": body, **fields}
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": POOL, "messages": messages, "max_tokens": 1, "ignore_eos": True}
+    return {"custom_id": name, "method": "POST", "url": CHAT, "body": body, **fields}
 
 
 def seconds_of(http: httpx.Client, rows: Sequence[dict[str, Any]], endpoint: str) -> float:
@@ -51,9 +52,9 @@ def wide(http: httpx.Client, num_rows: int, num_turns: int) -> None:
     """Print the seconds of both, and their ratio."""
     rows = [row(f"r{at}") for at in range(num_rows)]
     last = row("all", after=[one["custom_id"] for one in rows])
-    found: dict[str, list[float]] = {COMPLETIONS: [], FLOW: []}
+    found: dict[str, list[float]] = {CHAT: [], FLOW: []}
     for _ in range(num_turns):
-        found[COMPLETIONS].append(seconds_of(http, rows, COMPLETIONS))
+        found[CHAT].append(seconds_of(http, rows, CHAT))
         found[FLOW].append(seconds_of(http, [*rows, last], FLOW))
     plain_s, flow_s = map(median, found.values())
     shown = f"{flow_s:.2f} s | {flow_s / plain_s:.3f}"
@@ -68,7 +69,8 @@ def chain(http: httpx.Client, client: Client, num_steps: int, num_turns: int) ->
         flow_ms.append(1000 * seconds_of(http, rows, FLOW) / num_steps)
         begun_s = time.monotonic()
         for _ in range(num_steps):
-            client.submit(PROMPT, model=POOL, max_tokens=1, ignore_eos=True).result()
+            messages = [{"role": "user", "content": PROMPT}]
+            client.submit(messages, model=POOL, max_tokens=1, ignore_eos=True).result()
         jobs_ms.append(1000 * (time.monotonic() - begun_s) / num_steps)
     ours, alone = median(flow_ms), median(jobs_ms)
     shown = f"{ours:.1f} ms a step | {ours - alone:+.1f} ms"
