@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError
+from penstock.contract.errors import (
+    BusyError,
+    DamagedRecordError,
+    JobFailedError,
+    NotFoundError,
+    RequestError,
+    UnavailableError,
+)
 from penstock.contract.json_text import without_mark
 from penstock.producer.batch.finished import ERROR, FinishedRow, OpenAiRows
 from penstock.producer.batch.lines import MAX_READ_BYTES, InputRow, is_marked, lines_of, prompt_of
@@ -54,6 +61,14 @@ def read_graph(storage: Storage, batch: BatchRecord, spool: Spool | None = None)
             if spool is not None:
                 places.append(spool.add(raw))
     return graph, places
+
+
+def progress_of(graph: FlowGraph, batch: BatchRecord, ends: Mapping[int, End] | None = None) -> FlowProgress:
+    """Return how far a flow is. Raises DamagedRecordError for a record that does not fit its input."""
+    makers = {row.number for row in graph.rows if row.for_each is not None}
+    if any(number not in makers or not 0 < count <= MAX_ITEMS for number, count in batch.made):
+        raise DamagedRecordError(f"the field made of batch {batch.batch_id} is damaged")
+    return FlowProgress(graph, batch.made, ends)
 
 
 class FlowRows:
@@ -118,7 +133,7 @@ class FlowRows:
 
     def _load(self, storage: Storage, committed: bytes, parts: Sequence[Part]) -> None:
         graph, self._places = read_graph(storage, self._batch, self._spool)
-        self._progress = FlowProgress(graph, self._batch.made)
+        self._progress = progress_of(graph, self._batch)
         self._wanted = self._progress.texts_wanted()
         numbers = {self._progress.name_of(number): number for number in range(self._progress.num_rows)}
         ends = dict[int, End]()
@@ -130,7 +145,7 @@ class FlowRows:
                     if is_marked(committed, number):
                         ends[number] = end_of_line(line)
                         self._keep_text(number, ends[number], line)
-        self._progress = FlowProgress(graph, self._batch.made, ends)
+        self._progress = progress_of(graph, self._batch, ends)
 
     def _keep_text(self, number: int, end: End, line: dict[str, Any]) -> None:
         row, _ = self._progress.row_of(number)

@@ -20,7 +20,7 @@ from penstock.producer.files.service import Files
 from penstock.producer.files.storage import Storage
 from penstock.producer.flows.graph import FlowGraph
 from penstock.producer.flows.progress import End, FlowProgress
-from penstock.producer.stored_batches.flow_rows import end_of_line, read_graph
+from penstock.producer.stored_batches.flow_rows import end_of_line, progress_of, read_graph
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchRecord
 from penstock.queue.files.file_records import object_of
 
@@ -125,7 +125,7 @@ async def _end_of_job(client: AsyncClient, batch: BatchRecord, job_id: str) -> E
 
 def _read(storage: Storage, batch: BatchRecord, committed: bytes, names: Sequence[str]) -> FlowView:
     graph, _ = read_graph(storage, batch)
-    bare = FlowProgress(graph, batch.made)
+    bare = progress_of(graph, batch)
     numbers = {bare.name_of(number): number for number in range(bare.num_rows)}
     errors, ends = dict[int, Mapping[str, Any]](), dict[int, End]()
     for number in range(bare.num_rows):
@@ -135,7 +135,7 @@ def _read(storage: Storage, batch: BatchRecord, committed: bytes, names: Sequenc
         number = numbers.get(line["custom_id"], -1)
         if number in ends:
             errors[number], ends[number] = line["error"], end_of_line(line)
-    return FlowView(batch, FlowProgress(graph, batch.made, ends), errors, is_stopped=not batch.is_open)
+    return FlowView(batch, progress_of(graph, batch, ends), errors, is_stopped=not batch.is_open)
 
 
 def _lines(storage: Storage, names: Sequence[str]) -> Iterator[dict[str, Any]]:
