@@ -30,7 +30,7 @@ from penstock.cli.output import (
 from penstock.contract.durability import Durability
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
-from penstock.queue.files.batch import MESSAGES_ENDPOINT, is_of_messages
+from penstock.queue.files.batch import FLOW_ENDPOINT, MESSAGES_ENDPOINT, is_of_messages
 from penstock.runtime.settings import redis_url_of
 
 EXIT_ROWS_FAILED = 1
@@ -389,7 +389,10 @@ def _conclude_stored(found: StoredBatch, output: str = STDOUT, errors: str | Non
         write_line(f"of {found.num_rows} rows; the batch still runs", file=sys.stderr)
         raise typer.Exit(EXIT_TRY_AGAIN)
     if found.num_failed and errors is not None:
-        write_line(f"failed rows: {errors} (`penstock batch submit INPUT --retry-of {errors}`)", file=sys.stderr)
+        # Rows of a flow would lack those that they wait for.
+        is_flow = found.fields.get("endpoint") == FLOW_ENDPOINT
+        hint = "" if is_flow else f" (`penstock batch submit INPUT --retry-of {errors}`)"
+        write_line(f"failed rows: {errors}{hint}", file=sys.stderr)
     if not found.has_succeeded:
         raise typer.Exit(EXIT_ROWS_FAILED)
 

@@ -144,17 +144,16 @@ _MARKS = {"succeeded": "✓", "failed": "✗", "skipped": "–", "running": "▶
 
 
 def _lines_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a row and what there is to say of it. A row that another one has made stands below it."""
-    indent = "    " if row["made_by"] is not None else "  "
+    """Yield a row and what there is to say of it."""
     after = [one if isinstance(one, str) else f"job {one['job']}" for one in row["after"]]
     parents = f" ← {_some(after, row['num_after'])}" if after else ""
     made = f" ({row['num_made']} rows)" if row["num_made"] is not None else ""
     maker = f" for each of {row['for_each']}" if row["for_each"] is not None else ""
-    yield f"{indent}{_MARKS.get(row['state'], '·')} {row['custom_id']} {row['state']}{made}{maker}{parents}\n"
+    yield f"  {_MARKS.get(row['state'], '·')} {row['custom_id']} {row['state']}{made}{maker}{parents}\n"
     if row["state"] == "waiting" and row["made_by"] is None:
-        yield f"{indent}    waits for {_some(row['waits_for'], len(row['waits_for']))}\n"
+        yield f"      waits for {_some(row['waits_for'], len(row['waits_for']))}\n"
     if row["error"] is not None:
-        yield f"{indent}    {row['error']['message']}\n"
+        yield f"      {row['error']['message']}\n"
 
 
 def _some(names: Sequence[str], total: int) -> str:
