@@ -149,7 +149,7 @@ def add_tasks(app: Celery, client: WorkerClient, metrics: WorkerMetrics, *, queu
         **options: Any,
     ) -> dict[str, Any]:
         """Answer one request whose prompt or messages contain the result of the previous task, as `{previous}`."""
-        return worker.generate(self, _filled(_body_of(prompt, messages, options), text_of(previous)), durability)
+        return worker.generate(self, filled_from(_body_of(prompt, messages, options), text_of(previous)), durability)
 
     @registered(name=RUN_FILE)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
@@ -182,7 +182,7 @@ def _body_of(
     return {name: value for name, value in given.items() if value is not None} | {**options}
 
 
-def _filled(body: dict[str, Any], text: str) -> dict[str, Any]:
+def filled_from(body: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the body with `text` in place of PREVIOUS. Raises RequestError if PREVIOUS occurs nowhere."""
     places = list[None]()
 

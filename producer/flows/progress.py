@@ -52,6 +52,8 @@ class FlowProgress:
         self._ends: list[End | None] = [None] * len(graph.rows)
         self._made = dict[int, MadeRows]()
         self._made_in_order: list[MadeRows] = []
+        self._made_ends = dict[int, End]()
+        """How makers ended together with all rows that they have made."""
         # Of one request.
         self._job_ends = dict[str, End]()
         # Of one request.
@@ -205,7 +207,10 @@ class FlowProgress:
             return end
         if self._made_left[number]:
             return None
-        return "failed" if any(self._ends[one] != "succeeded" for one in made.numbers) else "succeeded"
+        if number not in self._made_ends:
+            has_failed = any(self._ends[one] != "succeeded" for one in made.numbers)
+            self._made_ends[number] = "failed" if has_failed else "succeeded"
+        return self._made_ends[number]
 
     def _count_down(self, waits: list[int], children: Sequence[int], *, are_ready: bool = False) -> int:
         num_free = 0

@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import (
     BusyError,
+    DamagedDataError,
     DamagedRecordError,
     JobFailedError,
     NotFoundError,
@@ -36,6 +37,7 @@ from penstock.producer.stored_batches.stored_rows import BatchWindow
 from penstock.queue.files.batch import BatchRecord, Part
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import object_of
+from penstock.queue.wire import WireError
 from penstock.runtime.event_loop import cancel_until_done
 
 _LOG = logging.getLogger(__package__)
@@ -159,7 +161,8 @@ class FlowRows:
             try:
                 result = await self._client.result(job_id, tenant=self._batch.tenant, check=False)
                 break
-            except NotFoundError:
+            except (NotFoundError, DamagedDataError, WireError):
+                # It is gone, or nothing can read it any more.
                 self._progress.end_job(job_id, "failed")
                 return
             except (BusyError, UnavailableError) as error:

@@ -199,16 +199,16 @@ class BatchRoutes:
         async with soon():
             batch = await self._records.find(_checked_id(batch_id), caller_of(request).tenant)
         view = await view_of(self._client, self._files, batch)
-        numbers = (one for one in view.numbers_after(query.get("after")) if state in (None, view.state_of(one)))
-        rows = [view.row_object(number) for number in islice(numbers, limit + 1)]
+
+        def read() -> tuple[list[dict[str, Any]], dict[str, int]]:
+            numbers = (one for one in view.numbers_after(query.get("after")) if state in (None, view.state_of(one)))
+            return [view.row_object(number) for number in islice(numbers, limit + 1)], view.counts()
+
+        rows, counts = await self._files.on_thread(read)
         await with_jobs(self._client, batch, rows)
         page = page_of(rows, limit)
         # The page goes on behind a name.
-        return {
-            **page,
-            "last_id": rows[min(limit, len(rows)) - 1]["custom_id"] if rows else None,
-            "counts": view.counts(),
-        }
+        return {**page, "last_id": rows[min(limit, len(rows)) - 1]["custom_id"] if rows else None, "counts": counts}
 
     async def _rows(self, request: Request, batch_id: str, kind: str) -> Response:
         tenant = caller_of(request).tenant

@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import redis as sync_redis
 from fakes.command import run_command
 from hypothesis import HealthCheck, given, settings
 
 from penstock import AsyncClient, Client
 from penstock.contract.errors import JobFailedError, RequestError, UnavailableError
+from penstock.queue import keys
 from penstock.queue.files.batch import FLOW_ENDPOINT
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.producer.flows.model import Rows, ends_of, flows
@@ -203,6 +205,33 @@ def test_rows_show_what_they_wait_for(http: httpx.Client, engine: EchoEngine) ->
     engine.may_go_on.set()
     assert ended(http, batch_id)["request_counts"]["completed"] == 3
     assert http.get(path).json()["counts"] == {"succeeded": 3}
+
+
+def test_the_next_holder_goes_on_with_the_texts_that_parts_have(
+    http: httpx.Client, engine: EchoEngine, redis_url: str
+) -> None:
+    """Its lease is over while rows are held that a `for_each` has made."""
+    engine.may_go_on.clear()
+    engine.waits_after = 30
+    tail = "z" * 40
+    each = row("each", f"{{{{item}}}}{tail}", for_each="list.json")
+    batch_id = make(http, each, row("list", '["x", "y"]'), row("all", "{{*.text}}", after=["each", "list"]))
+    path, until_s = f"/v1/batches/{batch_id}/rows", time.monotonic() + 60
+    while http.get(path).json()["counts"].get("succeeded") != 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    with sync_redis.Redis.from_url(redis_url) as redis:
+        record, open_batches = keys.batch(batch_id), "penstock:{.files}:open_batches"
+        token = redis.hget(record, "token")
+        assert redis.zadd(open_batches, {batch_id: 1}, xx=True, ch=True) == 1
+        while redis.hget(record, "token") == token:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+    engine.waits_after = 1
+    engine.may_go_on.set()
+    batch = ended(http, batch_id)
+    assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+    assert lines_of(http, batch)["all"] == f'x{tail}\n\ny{tail}\n\n["x", "y"]'
 
 
 def test_a_cancelled_flow_ends_every_row_once(http: httpx.Client, engine: EchoEngine) -> None:
