@@ -62,7 +62,7 @@ def test_every_text_of_a_prompt_is_filled_and_nothing_else() -> None:
     }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.sampled_from(["{{a.text}}", "{{b.text}}", "{{", "}}", "a.text", "{previous}", "\n", "x"]), max_size=6)
 )
@@ -79,7 +79,7 @@ def test_the_filled_texts_of_a_row_have_a_limit() -> None:
     assert caught.value.code == "filled_text_too_long" and str(MAX_FILLED_BYTES) in caught.value.message
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.recursive(
         st.integers(-9, 9) | st.text(max_size=4) | st.none(),

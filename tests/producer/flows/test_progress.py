@@ -62,7 +62,7 @@ def end_of(rows: Rows, progress: FlowProgress, number: int) -> tuple[int, End, i
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=flows(), seed=st.integers(0, 1 << 30))
 def test_random_flows_end_as_a_model_says(rows: Rows, seed: int, restarts: bool) -> None:
     assert run(rows, Random(seed), restarts=restarts) == ends_of(rows)
