@@ -63,8 +63,10 @@ def marks_in(body: Mapping[str, Any]) -> Iterator[tuple[str, Mark]]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value that may have marks."""
     if isinstance(value, str):
-        yield value
+        if "{{" in value:
+            yield value
     elif isinstance(value, list):
         for one in value:
             yield from _texts_in(one)

@@ -33,6 +33,9 @@ class _Fields(Wire):
     for_each: Annotated[str, Field(min_length=1, max_length=600)] | None = None
 
 
+_NO_FIELDS = _Fields()
+
+
 @dataclass(frozen=True, slots=True)
 class FlowRow:
     """A row of a flow, without its body."""
@@ -61,7 +64,9 @@ class FlowRow:
 def flow_row(number: int, line: int, custom_id: str, fields: Mapping[str, Any]) -> FlowRow:
     """Return a row of a flow. Raises RequestError that names the field."""
     try:
-        given = _Fields.model_validate({name: fields[name] for name in FLOW_FIELDS if name in fields})
+        own = {name: fields[name] for name in FLOW_FIELDS if name in fields}
+        # Most rows of a wide flow say nothing.
+        given = _Fields.model_validate(own) if own else _NO_FIELDS
     except ValidationError as error:
         raise request_error(error) from None
     if custom_id in (ALL, ITEM):
