@@ -11,6 +11,7 @@
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
+#   make flows       100 random flows, everything that runs them is killed; FLOWS="--rows 100 --seed 1"
 #   make channels    programs in Python and Node read 200 jobs from channels of Redis while everything is killed; CHANNELS="--jobs 20"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make ranks       kill and stop ranks of two nodes 70 times under load, in four shapes (an hour); RANKS="--kills 10" chooses
@@ -61,7 +62,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean
+.PHONY: demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -124,6 +125,9 @@ backlog: $(STAMP)
 
 batches: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.batches $(BATCHES)
+
+flows: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.flows $(FLOWS)
 
 channels: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.channels $(CHANNELS)

@@ -73,6 +73,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
         CommandEntry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
         CommandEntry("batch", "penstock.cli.batch.commands:app", "Answer a file of requests"),
+        CommandEntry("flows", "penstock.cli.flows.commands:app", "Run rows that wait for rows and have their texts"),
     ),
     "Look": (
         CommandEntry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),

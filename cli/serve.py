@@ -57,7 +57,7 @@ from penstock.runtime.embedded_redis import (
     find_or_start_redis,
 )
 from penstock.runtime.event_loop import cancel_until_done
-from penstock.runtime.local_redis import RunningRedis, leads_to
+from penstock.runtime.local_redis import RunningRedis, leads_to, note_files
 from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
 from penstock.runtime.settings import RedisSettings, without_password
 from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
@@ -329,6 +329,9 @@ def serve(
                 of_model = node_command(model, url, arguments=words[0], drain_s=settings.drain_s)
                 nodes = replica_commands(of_model, replicas)
                 shared = {**secrets, "PENSTOCK_FILES_URL": files}
+                runtime_dir = RedisSettings.load().runtime_dir
+                if leads_to(runtime_dir, url):
+                    note_files(runtime_dir, files)
                 run_until_stopped(_serve(url, server, model, nodes, words[1], logs, shared, gateway))
         except ProcessDiedError as error:
             # The log above has the last lines of the process.

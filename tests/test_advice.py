@@ -136,6 +136,9 @@ def wrong_in(line: str) -> str:
 
 
 FOLLOWED = {
+    # flows
+    "(`penstock flows show {}`)": "test_a_flow_by_the_command",
+    "{} more (--limit {})": "test_a_flow_by_the_command",
     # keys
     "has a key of `penstock keys add`": "test_advice_on_a_command_line_is_followed",
     "first end each with `penstock keys revoke ID`": "test_after_the_last_key_the_gateway_says_how_to_open_it_and_does",

@@ -46,6 +46,8 @@ NOT_OVER_HTTP = {
     **dict.fromkeys(("ambiguous_name", "key_revoked", "unreadable_key", "keys_in_use"), "penstock keys"),
     **dict.fromkeys(("no_answer", "no_reader"), "penstock profile"),
     **dict.fromkeys(("batch_taken", "too_many_rows"), "the holder of a batch"),
+    **dict.fromkeys(("not_a_list", "too_many_items", "no_text"), "the error of a row of a flow"),
+    **dict.fromkeys(("duplicate_custom_id", "empty_file"), "client.flow"),
     "pool_in_use": "penstock pools forget",
     "tenant_in_use": "penstock tenants delete",
     "client_closed": "a client that was closed",

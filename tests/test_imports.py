@@ -74,7 +74,8 @@ GATEWAY_FLOORS = (
 """Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""
 PRODUCER_FLOORS = (
     {"parsing"},
-    {"client", "files"},
+    {"files", "flows"},
+    {"client"},
     {"openai", "parsed_body"},
     {"anthropic", "responses"},
     {"batch"},

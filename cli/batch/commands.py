@@ -30,7 +30,7 @@ from penstock.cli.output import (
 from penstock.contract.durability import Durability
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
-from penstock.queue.files.batch import MESSAGES_ENDPOINT, is_of_messages
+from penstock.queue.files.batch import FLOW_ENDPOINT, MESSAGES_ENDPOINT, is_of_messages
 from penstock.runtime.settings import redis_url_of
 
 EXIT_ROWS_FAILED = 1
@@ -272,7 +272,7 @@ def wait_for_end(batch_id: BatchId, timeout: Timeout = None, base_url: BaseUrl =
         penstock batch wait BATCH_ID && penstock batch results BATCH_ID results.jsonl
     """
     with Server(base_url, api_key) as server, shown_progress() as shown:
-        ended = _until_ended(server, batch_id, shown, timeout, lambda: None)
+        ended = until_ended(server, batch_id, shown, timeout, lambda: None)
     write_line(ended.status)
     _conclude_stored(ended)
 
@@ -348,7 +348,7 @@ def results(
                 file.grow(server)
 
         if follow:
-            found = _until_ended(server, batch_id, shown, timeout, grow)
+            found = until_ended(server, batch_id, shown, timeout, grow)
         else:
             found = server.batch(batch_id)
             grow()
@@ -358,7 +358,7 @@ def results(
     _conclude_stored(found, output, errors)
 
 
-def _until_ended(
+def until_ended(
     server: Server, batch_id: str, shown: ShownProgress, timeout_s: float | None, look: Callable[[], None]
 ) -> StoredBatch:
     """Return a batch that has ended. `look` is called after each look at it, also after the last one."""
@@ -389,7 +389,10 @@ def _conclude_stored(found: StoredBatch, output: str = STDOUT, errors: str | Non
         write_line(f"of {found.num_rows} rows; the batch still runs", file=sys.stderr)
         raise typer.Exit(EXIT_TRY_AGAIN)
     if found.num_failed and errors is not None:
-        write_line(f"failed rows: {errors} (`penstock batch submit INPUT --retry-of {errors}`)", file=sys.stderr)
+        # Rows of a flow would lack those that they wait for.
+        is_flow = found.fields.get("endpoint") == FLOW_ENDPOINT
+        hint = "" if is_flow else f" (`penstock batch submit INPUT --retry-of {errors}`)"
+        write_line(f"failed rows: {errors}{hint}", file=sys.stderr)
     if not found.has_succeeded:
         raise typer.Exit(EXIT_ROWS_FAILED)
 

@@ -28,7 +28,7 @@ from penstock.contract.errors import (
 )
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
-from penstock.queue.files.batch import MESSAGES_ENDPOINT, is_of_messages
+from penstock.queue.files.batch import FLOW_ENDPOINT, MESSAGES_ENDPOINT, is_of_messages
 from penstock.runtime.proxies import is_loopback, proxy_error, tls_for
 
 if TYPE_CHECKING:
@@ -143,6 +143,21 @@ class Server:
             if not page["has_more"]:
                 return
             position = {after: page["last_id"]}
+
+    def flow_counts(self, batch_id: str) -> dict[str, int]:
+        """Return the number of rows of a flow in each state."""
+        return dict(self._ask("GET", f"{_path_of(batch_id)}/rows", params={"limit": 1})["counts"])
+
+    def flow_rows(self, batch_id: str, state: str | None, limit: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a flow."""
+        params: dict[str, Any] = {} if state is None else {"state": state}
+        while limit > 0:
+            page = self._ask("GET", f"{_path_of(batch_id)}/rows", params={**params, "limit": min(limit, 1000)})
+            yield from page["data"]
+            limit -= len(page["data"])
+            if not page["has_more"]:
+                return
+            params["after"] = page["last_id"]
 
     @contextmanager
     def rows(self, batch_id: str, kind: str, start: int) -> Iterator[Iterator[bytes]]:
@@ -327,12 +342,16 @@ _REQUEST_MEMBERS = frozenset(("custom_id", "params"))
 
 
 @contextmanager
-def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[tuple[Path, str]]:
-    """Yield a plain file with the checked lines of an input, and the url of its rows.
+def prepared(
+    source: str, model: str | None, retry_of: str | None, *, is_flow: bool = False
+) -> Iterator[tuple[Path, str]]:
+    """Yield a plain file with the checked lines of an input, and the endpoint of its batch.
 
-    Of requests of Anthropic's API, it is the body of a message batch.
+    Of requests of Anthropic's API, it is the body of a message batch. Rows of which one has a field of flows are a
+    flow; with `is_flow`, any are.
     """
     from penstock.producer.batch.lines import check_file, plain_copy, rows_in
+    from penstock.producer.flows.rows import FLOW_FIELDS
 
     name = STDIN if source == "-" else source
     with (
@@ -344,6 +363,10 @@ def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[t
             check_file(path)
             if model is not None or retry_of is not None:
                 path = _changed(path, Path(folder) / "rows", model, retry_of)
+            if is_flow or any(not FLOW_FIELDS.isdisjoint(row.fields) for row in rows_in(path)):
+                _check_flow(rows_in(path))
+                yield path, FLOW_ENDPOINT
+                return
             first = next(rows_in(path))
             is_message = "params" in first.fields and "url" not in first.fields and "body" not in first.fields
             if is_message:
@@ -354,6 +377,20 @@ def prepared(source: str, model: str | None, retry_of: str | None) -> Iterator[t
         if not isinstance(url, str):
             raise RequestError(f"line {first.line}: url must be a text", param="input")
         yield path, url
+
+
+def _check_flow(rows: Iterable[InputRow]) -> None:
+    from penstock.producer.flows.graph import FlowGraph
+
+    graph = FlowGraph()
+    for row in rows:
+        try:
+            graph.add(row.line, row.custom_id, row.fields)
+        except RequestError as error:
+            raise RequestError(f"line {row.line}: {error.message}", code=error.code, param=error.param) from None
+    for wrong, line in graph.problems():
+        where = "" if line is None else f"line {line}: "
+        raise RequestError(f"{where}{wrong.message}", code=wrong.code, param=wrong.param)
 
 
 def _changed(path: Path, target: Path, model: str | None, retry_of: str | None) -> Path:

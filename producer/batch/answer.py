@@ -1,4 +1,4 @@
-"""The answer of one request: its jobs are submitted as work of the class batch, and their results become a body."""
+"""The answer of one request: its jobs are submitted as background work, and their results become a body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.contract.errors import (
     UnavailableError,
     error_of,
 )
-from penstock.contract.job import Priority, SubmitOptions
+from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
@@ -88,7 +88,7 @@ async def _ask(
     options: SubmitOptions = {
         **request.submit_options(),
         "model": model,
-        "priority": Priority.BATCH,
+        "priority": terms.priority,
         "not_before_s": max(terms.delay_s, seconds_of("not_before_s", request.queueing.get("not_before_s") or 0.0))
         or None,
         "durability": terms.durability,

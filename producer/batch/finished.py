@@ -44,6 +44,8 @@ class FinishedRow:
     job_id: str | None = None
     """The job whose result the line has."""
     usage: Mapping[str, Any] = field(default_factory=dict)
+    num_made: int = 0
+    """Rows of a flow that it has made by its `for_each`."""
 
 
 class RowFormat(ABC):
@@ -90,6 +92,13 @@ class OpenAiRows(RowFormat):
         response = {"status_code": 200, "request_id": job_id, "body": body}
         line = json_line({**self._head(row), "response": response, "error": None})
         return FinishedRow(row.without_body(), OUTPUT, line, "completed", job_id, body.get("usage") or {})
+
+    def made(self, row: InputRow, num_made: int) -> FinishedRow:
+        """Return a row of a flow that has made others instead of asking a model."""
+        body = {"object": "flow.rows", "count": num_made}
+        response = {"status_code": 200, "request_id": self.key_of(row), "body": body}
+        line = json_line({**self._head(row), "response": response, "error": None})
+        return FinishedRow(row.without_body(), OUTPUT, line, "completed", num_made=num_made)
 
     def failed(self, row: InputRow, error: PenstockError) -> FinishedRow:
         """Return a failed row."""

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -23,6 +24,8 @@ from pydantic_core import from_json, to_json
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS
 from penstock.contract.json_text import json_refusal, without_mark
+from penstock.contract.priority import Priority
+from penstock.producer.flows.graph import FlowGraph
 from penstock.queue.files.batch import RowProblem
 
 MAX_LINE_BYTES = 16 << 20
@@ -61,6 +64,8 @@ class InputRow:
     num_bytes: int
     line: int
     """The number of its line in the input, from 1."""
+    priority: Priority = Priority.BATCH
+    """The class of its jobs. Only rows of flows name one."""
 
     def without_body(self) -> InputRow:
         """Return the row without its fields, which may take megabytes."""
@@ -71,11 +76,12 @@ class InputRow:
 class InputLimits:
     """What an input may have, and for which endpoint its rows must be."""
 
-    endpoint: str
+    texts_fields: Mapping[str, str]
+    """The endpoints that a row may have. Of each, the field with a row's texts where each text becomes a job, or ""."""
     max_rows: int
     max_inputs: int
-    texts_field: str = ""
-    """The field with a row's texts, where each text becomes a job."""
+    flow: FlowGraph | None = None
+    """Where the rows are added if they may wait for each other."""
 
 
 @dataclass(slots=True)
@@ -83,6 +89,8 @@ class InputCheck:
     """What a check found: the number of rows, the digest of their lines, the names of models, and what is wrong."""
 
     num_rows: int = 0
+    num_inputs: int = 0
+    """The texts of rows whose texts become a job each."""
     digest: bytes = b""
     # Of one request.
     models: dict[str, int] = field(default_factory=dict)
@@ -102,7 +110,7 @@ def check_input(
     Without `limits`, each row may have an endpoint of its own, which is checked with its body. The check ends early
     once `is_over`, such as for a canceled batch.
     """
-    found, seen, num_inputs, digest = InputCheck(), dict[bytes, int](), 0, hashlib.blake2b(digest_size=16)
+    found, seen, digest = InputCheck(), dict[bytes, int](), hashlib.blake2b(digest_size=16)
     for line, raw in lines_of(source):
         digest.update(raw)
         found.num_rows += 1
@@ -117,12 +125,7 @@ def check_input(
                 raise RequestError(message, code="duplicate_custom_id", param="custom_id")
             seen[mark] = line
             if limits is not None:
-                _check_endpoint(row, limits.endpoint)
-                num_inputs += _num_texts(row.fields["body"].get(limits.texts_field))
-                found.models.setdefault(str(row.fields["body"].get("model") or ""), line)
-                if num_inputs > limits.max_inputs:
-                    message = f"the rows have more than {limits.max_inputs} texts in all"
-                    raise RequestError(message, code="too_many_inputs")
+                _check_within(row, limits, found)
         except RequestError as wrong:
             found.problems.append(RowProblem(wrong.code, wrong.message, line, wrong.param))
             if wrong.code.startswith("too_many") or len(found.problems) == max_problems:
@@ -131,8 +134,27 @@ def check_input(
             break
     if not found.num_rows:
         found.problems.append(RowProblem("empty_file", "the input has no requests"))
+    if limits is not None and not found.problems:
+        found.problems += _problems_of(limits.flow, max_problems)
     found.digest = digest.digest()
     return found
+
+
+def _check_within(row: InputRow, limits: InputLimits, found: InputCheck) -> None:
+    """Note the model and the texts of a row, and add it to its flow. Raises RequestError."""
+    url = _checked_endpoint(row, limits.texts_fields)
+    body = row.fields["body"]
+    found.models.setdefault(str(body.get("model") or ""), row.line)
+    found.num_inputs += _num_texts(body.get(limits.texts_fields[url]))
+    if found.num_inputs > limits.max_inputs:
+        raise RequestError(f"the rows have more than {limits.max_inputs} texts in all", code="too_many_inputs")
+    if limits.flow is not None:
+        limits.flow.add(row.line, row.custom_id, row.fields)
+
+
+def _problems_of(flow: FlowGraph | None, limit: int) -> list[RowProblem]:
+    wrong_rows = islice(flow.problems(), limit) if flow is not None else ()
+    return [RowProblem(wrong.code, wrong.message, line, wrong.param) for wrong, line in wrong_rows]
 
 
 def check_file(path: Path) -> InputCheck:
@@ -183,7 +205,7 @@ class RowReader:
                 break
             rows.append(row)
             num_bytes += row.num_bytes
-        return sorted(rows, key=_prompt_of)
+        return sorted(rows, key=prompt_of)
 
     def in_order(self) -> Iterator[InputRow]:
         """Yield the next rows in the order of the input."""
@@ -212,7 +234,8 @@ def is_marked(rows: bytes | bytearray, number: int) -> bool:
     return at < len(rows) and bool(rows[at] & (0x80 >> (number & 7)))
 
 
-def _prompt_of(row: InputRow) -> bytes:
+def prompt_of(row: InputRow) -> bytes:
+    """Return what orders the rows of a window: those with equal beginnings meet."""
     body = row.fields.get("body")
     if not isinstance(body, dict):
         return b""
@@ -252,17 +275,19 @@ def _row_of(number: int, line: int, raw: bytes) -> InputRow:
     return InputRow(number, custom_id, fields, len(raw), line)
 
 
-def _check_endpoint(row: InputRow, endpoint: str) -> None:
-    """Raise RequestError for a row that is not for this endpoint."""
+def _checked_endpoint(row: InputRow, endpoints: Collection[str]) -> str:
+    """Return the endpoint of a row. Raises RequestError for a row that is for none of these."""
     url, body = row.fields.get("url"), row.fields.get("body")
-    if url != endpoint:
+    if not isinstance(url, str) or url not in endpoints:
         shown = repr(url[:64]) if isinstance(url, str) else "missing"
-        message = f"url is {shown}; all rows must be for the batch's endpoint {endpoint}"
+        wanted = "all rows must be for the batch's endpoint" if len(endpoints) == 1 else "it must be one of"
+        message = f"url is {shown}; {wanted} {', '.join(endpoints)}"
         raise RequestError(message, code="mismatched_endpoint", param="url")
     if row.fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", code="invalid_method", param="method")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", code="invalid_body", param="body")
+    return url
 
 
 def _num_texts(given: object) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from penstock.contract.durability import Durability, checked_durability
 from penstock.contract.errors import RequestError
 from penstock.contract.job import MAX_DEADLINE_S
+from penstock.contract.priority import Priority
 
 DEFAULT_IN_FLIGHT = 64
 MAX_IN_FLIGHT = 4096
@@ -27,6 +28,8 @@ class RowTerms:
     """What the submission of each row waits for; None: the client's setting."""
     in_feed: bool = True
     """Whether the ends of the rows' jobs are among the tenant's completions."""
+    priority: Priority = Priority.BATCH
+    """The class of the jobs, which are background work in any class."""
 
     @property
     def delay_s(self) -> float:

@@ -13,7 +13,9 @@ from penstock.contract.errors import RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.producer.batch.endpoints import ENDPOINTS
+from penstock.producer.flows.rows import FLOW_FIELDS
 from penstock.producer.parsed_body import ParsedBody, RequestBody, parsed_body
+from penstock.queue.files.batch import FLOW_ENDPOINT
 
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
@@ -22,7 +24,10 @@ def request_of_line(fields: Mapping[str, Any]) -> ParsedBody:
     """Return the request of a line in a batch file. Raises RequestError for an invalid line."""
     if (unknown := next((name for name in fields if name not in _LINE_FIELDS), None)) is not None:
         shown = unknown[:MAX_NAME_CHARS]
-        raise RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)
+        hint = (
+            f"; only rows of a flow have it, a batch with the endpoint {FLOW_ENDPOINT}" if shown in FLOW_FIELDS else ""
+        )
+        raise RequestError(f"{shown}: unknown field{hint}", code=UNKNOWN_FIELD, param=shown)
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.contract.errors import BusyError, JobCancelledError, JobFailedError, RequestError, UnavailableError
@@ -40,8 +41,15 @@ class RowSource(Protocol):
     async def window(self) -> int:
         """Return how many rows may be in the queue now. Raises an error if this process may not go on."""
 
-    async def next_rows(self, limit: int) -> Sequence[InputRow]:
-        """Return the next rows, of which it has not returned any before; none at the end."""
+    @property
+    def has_more(self) -> bool:
+        """Whether rows may follow although `next_rows` has just returned none: they wait for others to be stored."""
+
+    async def next_rows(self, limit: int) -> Sequence[InputRow | FinishedRow]:
+        """Return the next rows, of which it has not returned any before; none at the end.
+
+        Those that need no answer of a model have finished.
+        """
 
 
 class RowSink(Protocol):
@@ -108,8 +116,14 @@ class RowRun:
                 return
             while not is_read and not waiting and self._has_room(window):
                 found = await self._source.next_rows(window)
-                is_read = not found
-                waiting.extend(found)
+                for row in found:
+                    if isinstance(row, FinishedRow):
+                        self._finish(row)
+                    else:
+                        waiting.append(row)
+                if not found:
+                    is_read = not self._source.has_more
+                    break
             while waiting and self._has_room(window):
                 self.begin(waiting.popleft())
             await self.collect()
@@ -133,9 +147,13 @@ class RowRun:
         if task.cancelled():
             return
         if (error := task.exception()) is None:
-            self._finished.append(task.result())
+            self._finish(task.result())
         else:
             self._failure = error
+
+    def _finish(self, row: FinishedRow) -> None:
+        self._finished.append(row)
+        self._changed.set()
 
     async def collect(self) -> None:
         """Wait shortly for finished rows, hand them to the sink, and let it store what is due."""
@@ -193,12 +211,14 @@ class RowRun:
         await cancel_until_done([*self._tasks, *([] if self._storing is None else [self._storing])])
 
     async def _answer(self, row: InputRow) -> FinishedRow:
-        key = self._form.key_of(row)
+        key, terms = self._form.key_of(row), self._terms
+        if row.priority != terms.priority:
+            terms = replace(terms, priority=row.priority)
         try:
             # A check of megabytes would hold the event loop.
             read, is_small = self._form.request_of, row.num_bytes <= MAX_BYTES_ON_LOOP
             request = read(row) if is_small else await asyncio.to_thread(read, row)
-            job_id, body = await self._with_retries(request, key)
+            job_id, body = await self._with_retries(request, key, terms)
             return self._form.answered(row, body, job_id)
         except (RequestError, JobFailedError) as error:
             if self._source.stopped and isinstance(error, JobCancelledError):
@@ -207,7 +227,7 @@ class RowRun:
         finally:
             self.open_jobs.pop(key, None)
 
-    async def _with_retries(self, request: ParsedBody, key: str) -> tuple[str, dict[str, Any]]:
+    async def _with_retries(self, request: ParsedBody, key: str, terms: RowTerms) -> tuple[str, dict[str, Any]]:
         """Ask until the queue takes the row: a limit of the tenant or of the pool, or an outage, fails no row."""
 
         def note(job: AsyncJob) -> None:
@@ -216,7 +236,7 @@ class RowRun:
 
         while True:
             try:
-                return await answer(self._client, request, key, self._terms, on_submit=note)
+                return await answer(self._client, request, key, terms, on_submit=note)
             except (BusyError, UnavailableError) as error:
                 if self._source.stopped:
                     raise JobCancelledError(error.message) from None

@@ -133,6 +133,7 @@ class _FileRows:
     """The rows of a file that its results lack."""
 
     stopped = ""
+    has_more = False
 
     def __init__(self, reader: RowReader, max_in_flight: int) -> None:
         self._reader = reader

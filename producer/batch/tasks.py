@@ -6,6 +6,7 @@ A retry is a new message to Celery. If Celery's Redis cannot take it, the task r
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from penstock.producer.batch.user_app import SERIALIZER, check_formats, declared
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.batch.worker_process import TaskTraces, WorkerClient
 from penstock.producer.client import AsyncClient
+from penstock.producer.flows.marks import answer_text, replaced
 
 _LOG = logging.getLogger(__package__)
 GENERATE = "penstock.generate"
@@ -36,6 +38,7 @@ RUN_FILE = "penstock.run_file"
 TASKS = frozenset({GENERATE, GENERATE_FROM, RUN_FILE})
 PREVIOUS = "{previous}"
 """Stands for the result of the previous task in a prompt or a message of `GENERATE_FROM`."""
+_PREVIOUS = re.compile(re.escape(PREVIOUS))
 PROGRESS_STATE = "PROGRESS"
 _REPORT_INTERVAL_S = 0.5
 _DEFAULT_VISIBILITY_TIMEOUT_S = 3600
@@ -146,7 +149,7 @@ def add_tasks(app: Celery, client: WorkerClient, metrics: WorkerMetrics, *, queu
         **options: Any,
     ) -> dict[str, Any]:
         """Answer one request whose prompt or messages contain the result of the previous task, as `{previous}`."""
-        return worker.generate(self, _filled(_body_of(prompt, messages, options), text_of(previous)), durability)
+        return worker.generate(self, filled_from(_body_of(prompt, messages, options), text_of(previous)), durability)
 
     @registered(name=RUN_FILE)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
@@ -166,12 +169,7 @@ def text_of(result: Any) -> str:
         return result
     if isinstance(result, list):
         return "\n\n".join(map(text_of, result))
-    try:
-        choice = result["choices"][0]
-        text = choice["text"] if "text" in choice else choice["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        text = None
-    if not isinstance(text, str):
+    if (text := answer_text(result)) is None:
         message = f"{PREVIOUS}: the previous task's result must be a text, a response with text, or a list of them"
         raise RequestError(message, param="previous")
     return text
@@ -184,22 +182,19 @@ def _body_of(
     return {name: value for name, value in given.items() if value is not None} | {**options}
 
 
-def _filled(body: dict[str, Any], text: str) -> dict[str, Any]:
+def filled_from(body: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the body with `text` in place of PREVIOUS. Raises RequestError if PREVIOUS occurs nowhere."""
-    filled = dict(body)
-    if isinstance(prompt := body.get("prompt"), str):
-        filled["prompt"] = prompt.replace(PREVIOUS, text)
-    elif isinstance(messages := body.get("messages"), list):
-        filled["messages"] = [_filled_message(message, text) for message in messages]
-    if filled == body:
+    places = list[None]()
+
+    def text_for(_: re.Match[str]) -> str:
+        places.append(None)
+        return text
+
+    filled = replaced(body, _PREVIOUS, text_for)
+    if not places:
         param = "messages" if "messages" in body else "prompt"
         raise RequestError(f"{param} must contain {PREVIOUS}, the text of the previous task", param=param)
     return filled
-
-
-def _filled_message(message: Any, text: str) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    return {**message, "content": content.replace(PREVIOUS, text)} if isinstance(content, str) else message
 
 
 def _run_with_retries(task: Task, work: Callable[[], T]) -> T:

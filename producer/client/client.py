@@ -22,6 +22,7 @@ from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
+from penstock.producer.client.flows import AsyncFlow, FlowOptions
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
@@ -73,8 +74,7 @@ class AsyncClient:
         pools: Mapping[str, str] | None = None,
     ) -> None:
         url, settings = redis_url_of(redis_url), settings or ClientSettings.load()
-        self.stats = ClientStats()
-        self._kept = KeptSubmissions(settings.max_kept_mib << 20)
+        self.stats, self._kept = ClientStats(), KeptSubmissions(settings.max_kept_mib << 20)
         urls = pool_urls() if pools is None else pools
         self.servers = servers = QueueServers(url, urls, settings, self.stats, self._kept)
         self._tenant = tenant
@@ -90,8 +90,7 @@ class AsyncClient:
         self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
         self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
-        self.feed = CompletionFeed(servers, self.pools)
-        self._connecting, self._is_closed = asyncio.Lock(), False
+        self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
 
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
@@ -326,6 +325,10 @@ class AsyncClient:
         """
         return await embedded(self.runs, self.submit, self.served_pool, prompts, options)
 
+    def flow(self, **options: Unpack[FlowOptions]) -> AsyncFlow:
+        """Return a new flow: rows that wait for rows, and have their texts; see `AsyncFlow.add` and `FlowOptions`."""
+        return AsyncFlow(self.files, self.batches, {"tenant": self._tenant, **options})
+
     async def attach(
         self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None
     ) -> AsyncJob:
@@ -453,10 +456,7 @@ class AsyncClient:
         return await self.servers.usage(query, after, limit)
 
     async def pool_stats(self) -> tuple[list[PoolStats], RedisState]:
-        """Return the stats of all pools, and the state of Redis.
-
-        Of several servers, those that are away have no stats, and the state is that of the directory.
-        """
+        """Return the stats of all pools whose server answers, and the state of the directory's Redis."""
         return await self.servers.stats(READ_PATIENCE_S), await self.servers.directory.stats.redis_state()
 
     async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:

@@ -19,6 +19,7 @@ from penstock.contract.tasks import Embedding, Tokenized
 from penstock.contract.tenant import Terms
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
+from penstock.producer.client.flows import Flow, FlowOptions
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
@@ -213,6 +214,10 @@ class Client:
         While the pool is busy, the call waits, as `generate` does.
         """
         return self._loop.call(self._client.embed(prompts, **options))
+
+    def flow(self, **options: Unpack[FlowOptions]) -> Flow:
+        """Return a new flow: rows that wait for rows, and have their texts; see `Flow.add` and `FlowOptions`."""
+        return Flow(self._client.flow(**options), self._loop.call)
 
     def attach(self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None) -> Job:
         """Return a handle on a job that any process submitted; see `AsyncClient.attach`."""

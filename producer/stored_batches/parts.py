@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.producer.batch.finished import KINDS, FinishedRow
@@ -29,13 +30,30 @@ _RATE_S = 60.0
 """Seconds over which the rows a second are counted."""
 
 
+class WaitingRows(Protocol):
+    """The rows of a flow that wait for others to be stored."""
+
+    def note_finished(self, row: FinishedRow) -> bool:
+        """Note a row that is in no part yet. Return whether rows wait for nothing else than parts now."""
+
+    async def note_stored(self, rows: Sequence[FinishedRow]) -> None:
+        """Note that a part has these rows."""
+
+
 class PartWriter:
     """The part that grows, and those that are committed, for one lease of a batch."""
 
     def __init__(
-        self, files: Files, batches: BatchRecords, lease: BatchLease, counter: RowCounter, patiently: BatchPatience
+        self,
+        files: Files,
+        batches: BatchRecords,
+        lease: BatchLease,
+        counter: RowCounter,
+        patiently: BatchPatience,
+        waiting: WaitingRows,
     ) -> None:
         self._counter = counter
+        self._waiting = waiting
         self._files = files
         self._batches = batches
         self._lease = lease
@@ -44,7 +62,9 @@ class PartWriter:
         self._rows: list[FinishedRow] = []
         self._lines: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
         self._num_bytes = 0
-        self._oldest_s = 0.0
+        self._oldest_s = self._stored_s = 0.0
+        self._is_awaited = False
+        """Whether other rows of a flow could go on if the part was stored."""
         self._number = 0
         self._num_committed = 0
         self._progress: deque[tuple[float, int]] = deque()
@@ -57,6 +77,7 @@ class PartWriter:
         self._rows.append(row)
         self._lines[row.kind].append(row.line)
         self._num_bytes += len(row.line)
+        self._is_awaited |= self._waiting.note_finished(row)
 
     @property
     def is_full(self) -> bool:
@@ -69,8 +90,11 @@ class PartWriter:
         if not self._rows:
             return False
         now_s = asyncio.get_running_loop().time()
-        wait_s = min(LONGEST_PART_S, max(FIRST_PART_S, (now_s - self._began_s) / PARTS_OF_RUN))
-        return self.is_full or now_s - self._oldest_s >= wait_s
+        spaced_s = (now_s - self._began_s) / PARTS_OF_RUN
+        if self.is_full or now_s - self._oldest_s >= min(LONGEST_PART_S, max(FIRST_PART_S, spaced_s)):
+            return True
+        # After a pause at once, but many rows of a wide flow share a part.
+        return self._is_awaited and now_s - self._stored_s >= min(FIRST_PART_S, spaced_s)
 
     def report(self, waiting: str) -> None:
         """Note why rows wait to be submitted."""
@@ -81,7 +105,7 @@ class PartWriter:
     async def store(self) -> list[str]:
         """Commit the part that grows, and return the jobs whose results are stored then. Raises BatchTakenError."""
         jobs = await self._patiently(self._commit)
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._stored_s = asyncio.get_running_loop().time()
         self._progress.append((now_s, self._num_committed))
         while len(self._progress) > 2 and now_s - self._progress[0][0] > _RATE_S:
             self._progress.popleft()
@@ -125,7 +149,14 @@ class PartWriter:
             else:
                 counts.failed += 1
                 counts.stopped += one.outcome == "stopped"
-        await self._batches.commit(self._lease, part, written, [one.row.number for one in self._rows], counts)
+        numbers, made = [], []
+        for one in self._rows:
+            numbers.append(one.row.number)
+            if one.num_made:
+                made.append((one.row.number, one.num_made))
+        await self._batches.commit(self._lease, part, written, numbers, counts, made)
+        await self._waiting.note_stored(self._rows)
+        self._is_awaited = False
         self._counter.stored(counts)
         jobs = [one.job_id for one in self._rows if one.job_id is not None]
         self._num_committed += len(self._rows)

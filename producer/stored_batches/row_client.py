@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar, Unpack
 
 from penstock.contract.errors import BusyError, NotFoundError, UnavailableError
 from penstock.contract.job import SubmitOptions
+from penstock.contract.priority import ClassName, Priority, allowed_class
 from penstock.contract.tenant import UNLIMITED, ApiKey
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
@@ -18,6 +19,8 @@ from penstock.queue.files.batch_records import BatchRecords, BatchTakenError
 
 _LOG = logging.getLogger(__package__)
 _RETRY_S = 2.0
+HIGHEST_CLASS: ClassName = "standard"
+"""Of the rows of a flow that was made without an API key."""
 KEY_TTL_S = 2.0
 """Seconds for which the API key of a batch is remembered."""
 
@@ -68,6 +71,9 @@ class RowClient:
         if key is not None:
             options["model"] = key.model_of(options.get("model") or "") or None
             options["hides_models"] = bool(key.models)
+        if isinstance(asked := options.get("priority"), Priority):
+            limits = (HIGHEST_CLASS, "a flow without an API key") if key is None else (key.highest_class, "the API key")
+            allowed_class(asked.label, *limits)
         options["tenant"] = self._batch.tenant
         options["terms"] = UNLIMITED if key is None else key.metered_terms
         options["needs_reader"] = False

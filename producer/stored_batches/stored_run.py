@@ -7,19 +7,21 @@ has, and their results.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
 from penstock.contract.errors import InvariantError, NotFoundError, RequestError, UnavailableError
 from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.batch.finished import KINDS, OUTPUT, MessageRows, OpenAiRows, RowFormat
-from penstock.producer.batch.lines import InputCheck, InputLimits, InputRow, RowReader, check_input
+from penstock.producer.batch.lines import InputCheck, InputLimits, InputRow, check_input
 from penstock.producer.batch.records import RowTerms
 from penstock.producer.batch.run import RowRun
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.producer.files.service import Files
+from penstock.producer.flows.graph import FlowGraph
+from penstock.producer.stored_batches.flow_rows import FlowRows
 from penstock.producer.stored_batches.parts import BatchEnding, PartWriter, save_joined
 from penstock.producer.stored_batches.row_client import (
     BatchPatience,
@@ -28,7 +30,7 @@ from penstock.producer.stored_batches.row_client import (
     RowCounter,
     require_lease,
 )
-from penstock.producer.stored_batches.stored_rows import StoredRows
+from penstock.producer.stored_batches.stored_rows import BatchWindow, StoredRows
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
@@ -69,9 +71,14 @@ class StoredBatchRun:
         self._client = client
         self._rows = RowClient(client, batches, batch, lease)
         self._patiently = BatchPatience(lease)
-        self._parts = PartWriter(files, batches, lease, counter, self._patiently)
-        self._source = StoredRows(client, files, lease, batch, self._rows, self._patiently, share)
+        self._window = BatchWindow(client, lease, batch, self._rows, share)
         self._format = format_of(batch)
+        self._source: StoredRows | FlowRows
+        if batch.is_flow and isinstance(self._format, OpenAiRows):
+            self._source = FlowRows(client, files, batches, batch, self._window, self._format)
+        else:
+            self._source = StoredRows(files, batches, batch, self._patiently, self._window, self._format)
+        self._parts = PartWriter(files, batches, lease, counter, self._patiently, self._source)
         # The ends of rows are no news to readers of the tenant's completions.
         terms = RowTerms(in_feed=False)
         self._row_run = RowRun(self._rows, self._source, self._parts, self._format, terms, counter.submitted)
@@ -85,6 +92,8 @@ class StoredBatchRun:
                 raise
             # Which rows were not answered is lost with the input. Those that were are kept.
             await self._patiently(lambda: self._finish("failed", [INPUT_LOST]))
+        finally:
+            await self._source.close()
 
     async def _has_input(self) -> bool:
         storage = await self._files.storage()
@@ -109,20 +118,19 @@ class StoredBatchRun:
         """Let every row have a part, with its answer or its error. Return the state in which the batch ends."""
         if "in_progress" not in self._batch.times:
             # It ends before its input was checked.
-            self._source.must_stop()
-            return _ENDINGS[self._source.stopped or CANCELLED_ROW]
-        self._source.taken = bytearray(await self._batches.committed_rows(self._batch.batch_id))
+            self._window.must_stop()
+            return _ENDINGS[self._window.stopped or CANCELLED_ROW]
         try:
+            await self._patiently(lambda: self._source.open(self._batch))
             await self._row_run.answer_all()
-            if self._source.stopped:
+            if self._window.stopped:
                 await self._stop()
         finally:
             await self._row_run.close()
-            self._source.close()
         rows = await self._patiently(lambda: self._batches.committed_rows(self._batch.batch_id))
-        if (num_rows := sum(byte.bit_count() for byte in rows)) != self._batch.num_rows:
-            raise InvariantError(f"{num_rows} of {self._batch.num_rows} rows of {self._batch.batch_id} are committed")
-        return _ENDINGS[self._source.stopped]
+        if (num_rows := sum(byte.bit_count() for byte in rows)) != self._source.num_rows:
+            raise InvariantError(f"{num_rows} of {self._source.num_rows} rows of {self._batch.batch_id} are committed")
+        return _ENDINGS[self._window.stopped]
 
     async def _finish(self, ending: str, problems: Sequence[RowProblem] = ()) -> None:
         retention_ms, life_s = self._files.settings.retention_ms, self._batch.spec.output_life_s
@@ -141,10 +149,16 @@ class StoredBatchRun:
 
     async def _start(self) -> bool:
         """Check the input and start the batch. Return whether it has rows to answer."""
-        endpoint, settings, must_stop = self._batch.spec.endpoint, self._files.settings, self._source.must_stop
-        texts_field = ENDPOINTS[endpoint].texts_field
-        limits = InputLimits(endpoint, settings.max_batch_rows, settings.max_batch_inputs, texts_field)
-        found = await self._patiently(lambda: self._checked(limits), must_stop)
+        endpoint, settings, must_stop = self._batch.spec.endpoint, self._files.settings, self._window.must_stop
+
+        def new_limits() -> InputLimits:
+            endpoints, flow = (ENDPOINTS, FlowGraph()) if self._batch.is_flow else ([endpoint], None)
+            texts_fields = {url: ENDPOINTS[url].texts_field for url in endpoints}
+            return InputLimits(texts_fields, settings.max_batch_rows, settings.max_batch_inputs, flow)
+
+        found, flow = await self._patiently(lambda: self._checked(new_limits()), must_stop)
+        if flow is not None and not found.problems:
+            found.problems += await self._patiently(lambda: self._unknown_jobs(flow), must_stop)
         unknown = await self._patiently(lambda: self._unknown_models(found), must_stop)
         # A row with an unknown model fails alone, like one with a wrong body.
         if len(unknown) == len(found.models):
@@ -156,7 +170,7 @@ class StoredBatchRun:
         self._lease.status = await self._patiently(start, must_stop)
         return True
 
-    async def _checked(self, limits: InputLimits) -> InputCheck:
+    async def _checked(self, limits: InputLimits) -> tuple[InputCheck, FlowGraph | None]:
         storage = await self._files.storage()
 
         def check() -> InputCheck:
@@ -165,7 +179,17 @@ class StoredBatchRun:
                     source, limits, is_over=lambda: self._lease.is_lost or self._lease.status == "cancelling"
                 )
 
-        return await self._files.on_thread(check)
+        return await self._files.on_thread(check), limits.flow
+
+    async def _unknown_jobs(self, flow: FlowGraph) -> list[RowProblem]:
+        """Return the rows of a flow that wait for jobs which its tenant does not have."""
+        problems = list[RowProblem]()
+        for job_id, line in flow.lines_of_jobs().items():
+            try:
+                await self._client.status(job_id, tenant=self._batch.tenant)
+            except NotFoundError:
+                problems.append(RowProblem("unknown_parent", f"after: there is no job {job_id}", line, "after"))
+        return problems
 
     async def _unknown_models(self, found: InputCheck) -> list[RowProblem]:
         key = await self._rows.key()
@@ -189,11 +213,11 @@ class StoredBatchRun:
         run = self._row_run
         # Rows that wait for the queue must not enter it any more.
         await run.cancel(submitted=False)
-        left = await self._patiently(self._left_rows)
+        left = await self._patiently(self._source.left_rows)
         of_others = await self._jobs_of_earlier_holders(left)
         job_ids = {job.id for jobs in run.open_jobs.values() for job in jobs} | {*of_others.values()}
         await try_all([partial(self._client.cancel, job_id, tenant=self._batch.tenant) for job_id in job_ids])
-        for row in await self._patiently(lambda: self._left_rows(with_bodies=of_others)):
+        for row in await self._patiently(lambda: self._source.left_rows(with_bodies=of_others)):
             if row.fields and self._source.take(row.number):
                 run.begin(row)
         deadline_s = asyncio.get_running_loop().time() + STOP_WAIT_S
@@ -202,27 +226,11 @@ class StoredBatchRun:
             await run.collect()
         await run.cancel()
         await run.store_all()
-        for row in await self._patiently(self._left_rows):
-            self._parts.add(self._format.stopped(row, self._source.stopped))
+        for row in await self._patiently(self._source.left_rows):
+            self._parts.add(self._format.stopped(row, self._window.stopped))
             if self._parts.is_due:
                 await self._parts.store()
         await self._parts.store()
-
-    async def _left_rows(self, with_bodies: Collection[str] = ()) -> list[InputRow]:
-        """Return all rows that no part has, without their fields unless they are among these keys."""
-        committed = await self._batches.committed_rows(self._batch.batch_id)
-        storage = await self._files.storage()
-
-        def read() -> list[InputRow]:
-            with closing(storage.lines(object_of(self._batch.spec.input_file_id))) as source:
-                rows = list[InputRow]()
-                for row in RowReader(source, committed).in_order():
-                    # There may be 256 MB of them.
-                    is_wanted = self._format.key_of(row) in with_bodies
-                    rows.append(row if is_wanted else row.without_body())
-                return rows
-
-        return await self._files.on_thread(read)
 
     async def _jobs_of_earlier_holders(self, left: list[InputRow]) -> dict[str, str]:
         pools = [*await self._client.pools()]

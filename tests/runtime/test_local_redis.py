@@ -21,7 +21,14 @@ from penstock.cli import processes
 from penstock.cli.serve import keep_redis, watch_joined_redis
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis
-from penstock.runtime.local_redis import LocalAddress, RunningRedis, local_folder, running_url
+from penstock.runtime.local_redis import (
+    LocalAddress,
+    RunningRedis,
+    local_folder,
+    note_files,
+    running_files,
+    running_url,
+)
 from penstock.runtime.settings import redis_url_of
 
 SERVE = """
@@ -198,3 +205,16 @@ def test_a_folder_that_another_user_could_have_prepared_is_refused(folder: Path,
 def test_a_folder_whose_path_is_too_long_for_a_socket_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="too long a path"):
         LocalAddress.take(folder / ("long" * 25))
+
+
+def test_clients_find_where_serve_stores_files(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert running_files(folder) is None
+    folder.mkdir(mode=0o700)
+    assert running_files(folder) is None
+    note_files(folder, "/data/files")
+    note_files(folder, "s3://bucket/files")
+    assert running_files(folder) == "s3://bucket/files"
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="open to other users"):
+        running_files(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -23,12 +24,25 @@ from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.batch.finished import ERROR, OUTPUT
 from penstock.producer.client import AsyncClient
 from penstock.producer.files.service import Files
+from penstock.producer.stored_batches.flow_view import view_of, with_jobs
 from penstock.producer.stored_batches.parts import parts_content
-from penstock.queue.files.batch import BatchRecord, BatchSpec, is_batch_id, is_of_messages, new_batch_id, window_s
+from penstock.queue.files.batch import (
+    FLOW_ENDPOINT,
+    BatchRecord,
+    BatchSpec,
+    is_batch_id,
+    is_of_messages,
+    new_batch_id,
+    window_s,
+)
 from penstock.queue.files.batch_records import no_batch
 from penstock.queue.files.file_records import MAX_LIFE_S
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+MAX_ROWS = 1000
+"""Most rows of a flow in one page."""
+ROW_STATES = ("waiting", "ready", "succeeded", "failed", "skipped", "cancelled", "expired")
+"""States of a row by which a list can be filtered. A row that is ready may be queued, or run."""
 _TIMES = (*("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"),)
 _Text = Annotated[str, Field(max_length=512)]
 
@@ -90,6 +104,7 @@ class BatchRoutes:
     """The routes of batches."""
 
     def __init__(self, client: AsyncClient, reader: RequestReader, files: Files) -> None:
+        self._client = client
         self._records = client.batches
         self._reader = reader
         self._files = files
@@ -104,18 +119,20 @@ class BatchRoutes:
         self.router.add_api_route(f"{one}/resume", self.resume_batch, methods=["POST"])
         self.router.add_api_route(f"{one}/output", self.retrieve_output)
         self.router.add_api_route(f"{one}/errors", self.retrieve_errors)
+        self.router.add_api_route(f"{one}/rows", self.list_rows)
 
     async def create_batch(self, request: Request) -> dict[str, Any]:
         """Make a batch of the rows of a stored file, each a request of the same endpoint.
 
-        A repeated request with the same Idempotency-Key gets the same batch.
+        With the endpoint `flow`, each row has an endpoint of its own, and may wait for other rows. A repeated
+        request with the same Idempotency-Key gets the same batch.
         """
         try:
             body = CreateBatch.model_validate_json(await self._reader.small_json(request))
         except ValidationError as error:
             raise request_error(error) from None
-        if body.endpoint not in ENDPOINTS:
-            raise RequestError(f"endpoint must be one of {', '.join(sorted(ENDPOINTS))}", param="endpoint")
+        if body.endpoint not in (known := {*ENDPOINTS, FLOW_ENDPOINT}):
+            raise RequestError(f"endpoint must be one of {', '.join(sorted(known))}", param="endpoint")
         caller, key = caller_of(request), idempotency_key_of(request)
         life_s = None if body.output_expires_after is None else body.output_expires_after.seconds
         spec = BatchSpec(
@@ -169,6 +186,29 @@ class BatchRoutes:
     async def retrieve_errors(self, request: Request, batch_id: str) -> Response:
         """Return the failed rows, also while the batch runs. Rows are only ever appended, so a Range goes on."""
         return await self._rows(request, batch_id, ERROR)
+
+    async def list_rows(self, request: Request, batch_id: str) -> dict[str, Any]:
+        """List the rows of a flow: the state of each, and what it waits for. `?limit=` and `?after=` (a custom_id).
+
+        `?state=` lists only the rows in that state.
+        """
+        query = query_of(request, "limit", "after", "state")
+        limit, state = limit_of(query, DEFAULT_LIMIT, MAX_ROWS), query.get("state")
+        if state is not None and state not in ROW_STATES:
+            raise RequestError(f"state must be one of {', '.join(ROW_STATES)}", param="state")
+        async with soon():
+            batch = await self._records.find(_checked_id(batch_id), caller_of(request).tenant)
+        view = await view_of(self._client, self._files, batch)
+
+        def read() -> tuple[list[dict[str, Any]], dict[str, int]]:
+            numbers = (one for one in view.numbers_after(query.get("after")) if state in (None, view.state_of(one)))
+            return [view.row_object(number) for number in islice(numbers, limit + 1)], view.counts()
+
+        rows, counts = await self._files.on_thread(read)
+        await with_jobs(self._client, batch, rows)
+        page = page_of(rows, limit)
+        # The page goes on behind a name.
+        return {**page, "last_id": rows[min(limit, len(rows)) - 1]["custom_id"] if rows else None, "counts": counts}
 
     async def _rows(self, request: Request, batch_id: str, kind: str) -> Response:
         tenant = caller_of(request).tenant

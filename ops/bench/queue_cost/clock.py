@@ -35,8 +35,11 @@ class ClockTokenizer:
     def reasoning_rule(self, template_kwargs: str | None) -> None:
         return None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return [SPOKEN] * max(1, len(text) // 4)
+
+    def encode_prompt(self, text: str, owner: object) -> list[int]:
+        return self.encode(text)
 
     def encode_chat(
         self,
@@ -44,8 +47,10 @@ class ClockTokenizer:
         tools: str | None = None,
         template_kwargs: str | None = None,
         *,
+        framed: bool = False,
         now: datetime | None = None,
         owner: object = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         return self.encode(messages[-1]["content"])
 

@@ -33,6 +33,7 @@ SOCKET = "redis.sock"
 _MAX_SOCKET_PATH = 100
 """Linux limits a socket's path to 108 bytes with the closing zero; other systems to 104."""
 _LOCK = "serve.lock"
+_FILES = "files.url"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT
 _CONNECT_TIMEOUT_S = 1.0
 _POLL_S = 0.05
@@ -60,6 +61,31 @@ def running_url(given: Path | None) -> str | None:
         return None
     check_private(folder)
     return _url_in(folder) if _accepts(folder / SOCKET) else None
+
+
+def note_files(given: Path | None, files_url: str) -> None:
+    """Note where this user's `penstock serve` stores files. A note that is too old is harmless: storages have marks."""
+    folder = local_folder(given)
+    with suppress(OSError, ConfigError):
+        check_private(folder)
+        new = folder / f".{_FILES}-{os.getpid()}"
+        new.write_text(files_url)
+        new.replace(folder / _FILES)
+
+
+def running_files(given: Path | None) -> str | None:
+    """Return where this user's `penstock serve` stores files, or None if none has noted it.
+
+    Raises ConfigError if another user could have written the note.
+    """
+    folder = local_folder(given)
+    if not os.path.lexists(folder):
+        return None
+    check_private(folder)
+    try:
+        return (folder / _FILES).read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

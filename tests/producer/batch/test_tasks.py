@@ -13,11 +13,11 @@ import pytest
 import redis as sync_redis
 from celery.signals import worker_shutdown
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import RequestError, UnavailableError
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.settings import CelerySettings
-from penstock.producer.batch.tasks import RUN_FILE, reporting
+from penstock.producer.batch.tasks import RUN_FILE, filled_from, reporting
 from tests.producer.batch.conftest import chat_row, write_rows
 
 
@@ -48,6 +48,16 @@ def test_the_last_report_is_stored_before_the_block_ends() -> None:
     with reporting(store) as report:
         report(BatchProgress(1))
     assert stored == [BatchProgress(1)]
+
+
+def test_the_text_of_the_previous_task_is_not_read_again() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "{previous} or {previous}"}]}], "n": 2}
+    written = "{previous} {{a.text}}"
+    content = [{"type": "text", "text": f"{written} or {written}"}]
+    assert filled_from(body, written) == {"messages": [{"role": "user", "content": content}], "n": 2}
+    assert filled_from({"prompt": "<{previous}>"}, "") == {"prompt": "<>"}
+    with pytest.raises(RequestError, match=r"messages must contain \{previous\}"):
+        filled_from({"messages": [{"role": "user", "content": "x"}], "user": "{previous}"}, "text")
 
 
 def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(

@@ -2,6 +2,7 @@
 
 import { request, sleep, wordsOf } from "./api.js";
 import { byId, button, duration, el, number } from "./dom.js";
+import { FlowGraph } from "./flow.js";
 
 const POLL_MS = 2_000;
 const SHOWN = 50;
@@ -10,6 +11,8 @@ const MAX_RETRY_BYTES = 64 << 20;
 const OPEN = ["validating", "in_progress", "finalizing", "cancelling"];
 const KINDS = { completed: "good", failed: "bad", expired: "bad", cancelled: "warn", cancelling: "warn" };
 const WORDS = { in_progress: "in progress" };
+const FLOW = "flow";
+const FLOW_FIELDS = ["after", "for_each", "on_failure", "priority"];
 const views = new Map(); // batch id → BatchView
 let controller;
 
@@ -47,7 +50,9 @@ function ofOpenAi(batch) {
   for (const kind of ["output", "error"]) {
     if (batch[`${kind}_file_id`]) contents[kind] = `v1/files/${batch[`${kind}_file_id`]}/content`;
   }
-  return { ...batch, path: `v1/batches/${batch.id}`, contents, mayRetry: Boolean(batch.error_file_id) };
+  // Rows of a flow would lack those that they wait for.
+  const mayRetry = Boolean(batch.error_file_id) && batch.endpoint !== FLOW;
+  return { ...batch, path: `v1/batches/${batch.id}`, contents, mayRetry };
 }
 
 /** Return a message batch in the shape of the others. Which of its requests failed is known at its end. */
@@ -123,7 +128,7 @@ async function submit(file) {
 
 class RowError extends Error {}
 
-/** Return the `url` of the first row of a text of rows. */
+/** Return the `url` of the first row of a text of rows, or that of flows if a row has a field of theirs. */
 function endpointOf(text) {
   const line = text.replace(/^\uFEFF/, "").split("\n").find((one) => one.trim());
   let row;
@@ -132,8 +137,20 @@ function endpointOf(text) {
   } catch {
     throw new RowError("The first line is no JSON object. A batch file has one request a line.");
   }
+  const rows = text.split("\n").slice(1).map(parsed);
+  if ([row, ...rows].some((one) => FLOW_FIELDS.some((name) => one && name in one))) return FLOW;
   if (typeof row?.url !== "string") throw new RowError("The first line has no url, such as /v1/chat/completions.");
   return row.url;
+}
+
+/** Return the object of a line; undefined for one that is none, such as one that is cut. */
+function parsed(line) {
+  try {
+    const found = JSON.parse(line);
+    return typeof found === "object" && found !== null ? found : undefined;
+  } catch {
+    return undefined;
+  }
 }
 
 async function create(content, name, endpoint) {
@@ -181,12 +198,14 @@ class BatchView {
       output: button("Download the output", () => this.download("output")),
       error: button("Download the errors", () => this.download("error")),
       retry: button("Retry failed rows", () => this.retry()),
+      rows: button("Show the rows", () => this.toggleRows()),
     };
+    this.graph = new FlowGraph(`v1/batches/${id}`);
     this.problem = el("p", { className: "status error" });
     this.problem.setAttribute("role", "status");
     this.element = el("article", { className: "panel batch" },
       el("h2", {}, id, " ", this.badge), this.bar, this.counts, this.note, this.problem,
-      el("div", { className: "row" }, ...Object.values(this.buttons)));
+      el("div", { className: "row" }, ...Object.values(this.buttons)), this.graph.element);
   }
 
   show(batch) {
@@ -218,6 +237,16 @@ class BatchView {
     this.buttons.output.hidden = !batch.contents.output;
     this.buttons.error.hidden = !batch.contents.error;
     this.buttons.retry.hidden = !batch.mayRetry;
+    this.buttons.rows.hidden = batch.endpoint !== FLOW;
+    this.graph.refresh().catch((error) => (this.problem.textContent = wordsOf(error)));
+  }
+
+  async toggleRows() {
+    const { element } = this.graph;
+    element.hidden = !element.hidden;
+    this.buttons.rows.textContent = element.hidden ? "Show the rows" : "Hide the rows";
+    this.buttons.rows.setAttribute("aria-expanded", String(!element.hidden));
+    await this.tried(() => this.graph.refresh());
   }
 
   async act(what) {

@@ -25,6 +25,8 @@ MAX_WINDOW_S = 30 * 86_400
 _MAX_LIFE_S = 1 << 33
 MESSAGES_ENDPOINT = "/v1/messages"
 """The endpoint of message batches."""
+FLOW_ENDPOINT = "flow"
+"""The endpoint of flows: batches whose rows have endpoints of their own, and wait for other rows."""
 _MESSAGE_PREFIX = "msgbatch_"
 _BATCH_ID = re.compile(r"(?:msg)?batch_[0-9a-f]{32}")
 _WINDOW = re.compile(r"(\d{1,4})([hd])")
@@ -130,6 +132,13 @@ class BatchRecord:
     waiting: str = ""
     """Why its rows wait. Empty: they do not."""
     rows_per_s: float = 0.0
+    made: Sequence[tuple[int, int]] = ()
+    """Of a flow: the rows whose `for_each` has made rows, and how many. The made rows follow those of the input."""
+
+    @property
+    def is_flow(self) -> bool:
+        """Whether its rows may wait for each other."""
+        return self.spec.endpoint == FLOW_ENDPOINT
 
     @property
     def is_open(self) -> bool:

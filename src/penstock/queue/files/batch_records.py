@@ -304,11 +304,20 @@ class BatchRecords:
 
     @retried
     async def commit(
-        self, lease: BatchLease, part: str, files: Sequence[Part], rows: Sequence[int], counts: PartCounts
+        self,
+        lease: BatchLease,
+        part: str,
+        files: Sequence[Part],
+        rows: Sequence[int],
+        counts: PartCounts,
+        made: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Commit a part, whose objects are whole, with its rows."""
+        """Commit a part, whose objects are whole, with its rows. `made`: rows of a flow, and how many each has made."""
         listed = [[one.name, one.kind, one.num_bytes] for one in files]
-        answer = await self._held(lease, "commit", part=part, files=listed, rows=list(rows), counts=asdict(counts))
+        given = {"made": [[*one] for one in made]} if made else {}
+        answer = await self._held(
+            lease, "commit", part=part, files=listed, rows=list(rows), counts=asdict(counts), **given
+        )
         if answer[0] != b"OK":
             raise InvariantError(f"row {answer[1]} of {lease.batch_id} is committed already")
 
@@ -430,6 +439,7 @@ def _record_of(batch_id: str, found: Mapping[bytes, bytes]) -> BatchRecord:
         is_paused=bool(fields.text("paused", "")),
         waiting=fields.text("waiting", ""),
         rows_per_s=fields.parsed("rate", _rate_of, 0.0),
+        made=fields.parsed("made", _made_of, ()),
     )
 
 
@@ -442,6 +452,11 @@ def _spec_of(text: str) -> BatchSpec:
     if not is_file_id(spec.input_file_id):
         raise ValueError(text)
     return spec
+
+
+def _made_of(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (one.split(":") for one in text.split())
+    return tuple((int(number), int(count)) for number, count in pairs)
 
 
 def _rate_of(text: str) -> float:

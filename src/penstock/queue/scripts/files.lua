@@ -28,6 +28,9 @@
 -- garbage in one step. A repeated `commit` or `finish` changes nothing, because the first answer may have been lost. A
 -- cancellation or the end of the window stops the expansion: the holder cancels the jobs in the queue, keeps what is answered
 -- by then, and commits the other rows as errors.
+-- Flows: a row waits for other rows of its batch. The holder submits it once parts have all of these, so a later holder
+-- finds the same texts. A row with `for_each` makes rows when a part has it; their numbers follow those of the input, in the
+-- order of `made`.
 -- Message batches: the body becomes a file of lines while it arrives, and each line is checked for its custom_id then.
 -- `create_with_input` saves the file and makes the batch in one step, within the tenant's limits. The end of the batch deletes
 -- the input.
@@ -470,6 +473,7 @@ function does.fail()
 end
 
 -- Commits a part: its files, {name, kind, bytes} each, and its rows. A row that is in a part already refuses all of it.
+-- `made`: rows of a flow that have made others, {row, how many} each. These others are rows of the batch from now on.
 function does.commit()
   if not is_held(asked.id, asked.token) then return {'LOST'} end
   local batch, rows = F .. ':batch:' .. asked.id, F .. ':rows:' .. asked.id
@@ -483,9 +487,16 @@ function does.commit()
     redis.call('RPUSH', F .. ':parts:' .. asked.id, file[1] .. ' ' .. file[2] .. ' ' .. string.format('%d', file[3]))
   end
   for name, by in pairs(asked.counts) do redis.call('HINCRBY', batch, name, by) end
-  redis.call('HINCRBY', batch, 'left', -#asked.rows)
+  local by = -#asked.rows
+  for _, made in ipairs(asked.made or {}) do
+    local known = read_batch(asked.id, 'made')
+    redis.call('HSET', batch, 'made', (known and known .. ' ' or '') .. string.format('%d:%d', made[1], made[2]))
+    redis.call('HINCRBY', batch, 'total', made[2])
+    by = by + made[2]
+  end
+  redis.call('HINCRBY', batch, 'left', by)
   redis.call('HSET', batch, 'last_part', asked.part)
-  count('rows_left', (read_batch(asked.id, 'tenant')), -#asked.rows)
+  count('rows_left', (read_batch(asked.id, 'tenant')), by)
   return {'OK'}
 end
 

@@ -118,6 +118,33 @@ def test_tenants_see_only_their_own_message_batches(clients: dict[str, httpx.Cli
     assert ann.delete(one).status_code == 200
 
 
+def test_no_tenant_waits_for_a_job_of_another_one(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
+    ann, bob = clients["ann"], clients["bob"]
+    job = ann.post("/v1/jobs", json={"model": MODEL, "prompt": "secret", "max_tokens": 100}).json()["id"]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": f"{{{{{job}.text}}}}!"}]}
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": CHAT,
+        "body": asked,
+        "after": [{"job": job}],
+        "priority": "standard",
+    }
+    batches = {}
+    for name, client in (("ann", ann), ("bob", bob)):
+        form: dict[str, Any] = {
+            "data": {"purpose": "batch"},
+            "files": {"file": ("flow.jsonl", json.dumps(line).encode())},
+        }
+        file_id = client.post("/v1/files", **form).json()["id"]
+        flow = {"input_file_id": file_id, "endpoint": "flow", "completion_window": "24h"}
+        batches[name] = ended(client, client.post("/v1/batches", json=flow).json()["id"])
+    output = ann.get(f"/v1/batches/{batches['ann']['id']}/output").json()
+    assert output["response"]["body"]["choices"][0]["message"]["content"] == "secret!"
+    assert [one["code"] for one in batches["bob"]["errors"]["data"]] == ["unknown_parent"]
+    assert bob.get(f"/v1/batches/{batches['ann']['id']}/rows").status_code == 404
+
+
 def test_a_rate_limit_fails_no_row(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
     bob = clients["bob"]
     began_s = time.monotonic()

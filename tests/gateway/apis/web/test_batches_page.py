@@ -84,6 +84,31 @@ def test_a_message_batch_is_shown_and_its_results_are_downloaded(
     assert results == {"m0": "succeeded", "m1": "succeeded", "m2": "succeeded", "wrong": "errored"}
 
 
+def flow_row(custom_id: str, **fields: Any) -> str:
+    return json.dumps({**json.loads(row(custom_id)), **fields})
+
+
+def test_the_graph_of_a_flow_shows_what_each_row_waits_for(page: Page, batch_url: str, engine: EchoEngine) -> None:
+    engine.may_go_on.clear()
+    page.goto(f"{batch_url}/#batches")
+    rows = [flow_row("first"), flow_row("second", after=["first"]), flow_row("third", after=["first", "second"])]
+    batch = upload(page, *rows)
+    batch.get_by_role("button", name="Show the rows").click()
+    boxes = batch.locator(".flow-row")
+    expect(boxes).to_have_count(3)
+    expect(boxes.nth(2)).to_contain_text("waiting")
+    expect(boxes.nth(2).locator("title")).to_contain_text("waits for first, second")
+    assert batch.locator(".flow-edge").count() == 3
+    engine.may_go_on.set()
+    expect(batch.locator(".flow")).to_contain_text("3 succeeded")
+    expect(batch.get_by_role("button", name="Retry failed rows")).to_be_hidden()
+    batch.get_by_role("button", name="Hide the rows").click()
+    expect(boxes.first).to_be_hidden()
+    page.set_viewport_size({"width": 390, "height": 900})
+    batch.get_by_role("button", name="Show the rows").click()
+    assert scroll_width(page) <= 390
+
+
 def test_a_batch_is_paused_resumed_and_canceled(page: Page, batch_url: str, engine: EchoEngine) -> None:
     engine.step_s = 0.2
     page.goto(f"{batch_url}/#batches")

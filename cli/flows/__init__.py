@@ -1,0 +1,1 @@
+"""`penstock flows`: batches of a server whose rows wait for rows."""

@@ -1,0 +1,102 @@
+"""What waiting costs: `python -m bench.studies.flows --rows 10000 --steps 100 --turns 3` prints a table.
+
+`wide`: rows and one that waits for all of them, beside the same rows as a plain batch, by turns. `chain`: rows of which
+each waits for the one before it, beside the same jobs one after the other from a client. The engine is a clock, so the
+rest shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from bench.queue_cost.processes import POOL, gateway, node
+from penstock import Client
+from penstock.runtime.embedded_redis import EmbeddedRedis
+
+FLOW, CHAT = "flow", "/v1/chat/completions"
+POLL_S = 0.02
+PROMPT = "Say one word."
+
+
+def row(name: str, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
+    """Return a row of one token."""
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": POOL, "messages": messages, "max_tokens": 1, "ignore_eos": True}
+    return {"custom_id": name, "method": "POST", "url": CHAT, "body": body, **fields}
+
+
+def seconds_of(http: httpx.Client, rows: Sequence[dict[str, Any]], endpoint: str) -> float:
+    """Return the seconds from the creation of a batch to its end. Its input is stored before."""
+    content = "\n".join(map(json.dumps, rows)).encode()
+    file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("rows.jsonl", content)}).json()
+    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+    begun_s = time.monotonic()
+    batch = http.post("/v1/batches", json=body).raise_for_status().json()
+    while batch["status"] not in {"completed", "failed"}:
+        time.sleep(POLL_S)
+        batch = http.get(f"/v1/batches/{batch['id']}").raise_for_status().json()
+    assert batch["request_counts"]["completed"] == len(rows), batch
+    return time.monotonic() - begun_s
+
+
+def wide(http: httpx.Client, num_rows: int, num_turns: int) -> None:
+    """Print the seconds of both, and their ratio."""
+    rows = [row(f"r{at}") for at in range(num_rows)]
+    last = row("all", after=[one["custom_id"] for one in rows])
+    found: dict[str, list[float]] = {CHAT: [], FLOW: []}
+    for _ in range(num_turns):
+        found[CHAT].append(seconds_of(http, rows, CHAT))
+        found[FLOW].append(seconds_of(http, [*rows, last], FLOW))
+    plain_s, flow_s = map(median, found.values())
+    shown = f"{flow_s:.2f} s | {flow_s / plain_s:.3f}"
+    print(f"| {num_rows:,} rows | {plain_s:.2f} s | and one that waits for all | {shown} |")
+
+
+def chain(http: httpx.Client, client: Client, num_steps: int, num_turns: int) -> None:
+    """Print the milliseconds of a step of both, and their difference."""
+    rows = [row("r0"), *(row(f"r{at}", f"{PROMPT} {{{{r{at - 1}.text}}}}") for at in range(1, num_steps))]
+    flow_ms, jobs_ms = list[float](), list[float]()
+    for _ in range(num_turns):
+        flow_ms.append(1000 * seconds_of(http, rows, FLOW) / num_steps)
+        begun_s = time.monotonic()
+        for _ in range(num_steps):
+            messages = [{"role": "user", "content": PROMPT}]
+            client.submit(messages, model=POOL, max_tokens=1, ignore_eos=True).result()
+        jobs_ms.append(1000 * (time.monotonic() - begun_s) / num_steps)
+    ours, alone = median(flow_ms), median(jobs_ms)
+    shown = f"{ours:.1f} ms a step | {ours - alone:+.1f} ms"
+    print(f"| a chain of {num_steps} | {alone:.1f} ms a step | as a flow | {shown} |")
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=1.0, help="milliseconds of a step of the engine")
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-flows-") as folder,
+        EmbeddedRedis() as server,
+        node(server.url, args.step_ms),
+        gateway(server.url, PENSTOCK_FILES_URL=str(Path(folder) / "files")) as (_, said),
+        httpx.Client(base_url=said["url"], timeout=600) as http,
+        Client(server.url) as client,
+    ):
+        print("| | alone | | as a flow | |\n|---|---|---|---|---|")
+        wide(http, args.rows, args.turns)
+        chain(http, client, args.steps, args.turns)
+
+
+if __name__ == "__main__":
+    main()
