@@ -72,6 +72,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
         CommandEntry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
         CommandEntry("batch", "penstock.cli.batch.commands:app", "Answer a file of requests"),
+        CommandEntry("schedules", "penstock.cli.schedules:app", "Start jobs and batches at times that come again"),
     ),
     "Look": (
         CommandEntry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),
