@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from penstock.cli.command_line import App
-from penstock.cli.options import TIME_HELP, RedisUrl, unix_s_of
+from penstock.cli.options import SPAN, TIME_HELP, RedisUrl, seconds_of_text, unix_s_of
 from penstock.cli.output import (
     AsJson,
     JsonArray,
@@ -223,7 +223,8 @@ def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
 def change(
     job_id: JobId,
     not_before: Annotated[
-        float | None, typer.Option(min=0, help="Seconds from now on that the job waits. 0: it waits no longer.")
+        float | None,
+        typer.Option(parser=seconds_of_text, metavar=SPAN, help="When the job may run, from now. 0: at once."),
     ] = None,
     priority: Annotated[PriorityName | None, typer.Option(help="New class of the job.")] = None,
     background: Annotated[
@@ -267,7 +268,8 @@ def bulk(
     since: Since = None,
     until: Until = None,
     not_before: Annotated[
-        float | None, typer.Option(min=0, help="For `reschedule`: seconds from now on that the jobs wait.")
+        float | None,
+        typer.Option(parser=seconds_of_text, metavar=SPAN, help="For `reschedule`: when the jobs may run."),
     ] = None,
     to_priority: Annotated[PriorityName | None, typer.Option(help="For `change_class`: the new class.")] = None,
     to_background: Annotated[

@@ -74,6 +74,7 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
         CommandEntry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
         CommandEntry("batch", "penstock.cli.batch.commands:app", "Answer a file of requests"),
         CommandEntry("flows", "penstock.cli.flows.commands:app", "Run rows that wait for rows and have their texts"),
+        CommandEntry("schedules", "penstock.cli.schedules:app", "Start jobs and batches at times that come again"),
     ),
     "Look": (
         CommandEntry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from inspect import Parameter, Signature, signature
@@ -21,6 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.cli.help_page import default_in_words, panel_by_setting, sampling_option
+from penstock.contract.durations import span_of
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
 from penstock.contract.fields import option_of
 from penstock.contract.sampling import SamplingParams
@@ -28,6 +30,15 @@ from penstock.runtime.settings import Settings
 
 TIME_HELP = "An age such as 90m, 2h or 3d, or a time such as 2026-11-22T05:00 (UTC unless it names a zone)."
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+SPAN = "SECONDS|TIME"
+"""The form of an option that takes seconds, or the time at which they have passed."""
+
+
+def seconds_of_text(text: str) -> float:
+    """Return the seconds of a text: a number, or a time with its offset. Raises RequestError."""
+    with suppress(ValueError):
+        return float(text)
+    return float(span_of(text))
 
 
 def unix_s_of(text: str | None, flag: str, now_s: float) -> float | None:

@@ -19,7 +19,7 @@ from penstock.contract.tool_formats import BY_NAME
 from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.job_actions import Pause
+    from penstock.contract.pauses import Pause
     from penstock.contract.pool import PoolStats
     from penstock.queue.broker.producer import ServedPool
 
@@ -217,6 +217,7 @@ def object_of(pool: PoolStats, served: ServedPool | None) -> dict[str, Any]:
         "running_jobs": by_class(queue.running),
         "expired_jobs": by_class(queue.expired),
         "backlog_s": dict(zip(("foreground", "background"), queue.backlog_s, strict=True)),
+        "paused": [pause.as_object() for pause in pool.pauses],
         "kept_bytes": dict(pool.kept),
         "events": dict(pool.counts),
         "nodes": [asdict(node) for node in pool.nodes],
@@ -235,6 +236,8 @@ def line_of(pool: PoolStats, served: ServedPool | None) -> str:
         parts[-1] += f" for up to {oldest_ms / 1e3:.1f} s"
     if num_scheduled := sum(pool.queue.waiting["scheduled"].count):
         parts[-1] += f", {num_scheduled} scheduled"
+    if pool.pauses:
+        parts.append(f"paused: {', '.join(pause.words for pause in pool.pauses)}")
     if total := sum(node.kv_blocks_total for node in pool.nodes):
         used = total - sum(node.kv_blocks_free for node in pool.nodes)
         parts.append(f"KV cache {used / total:.0%} used")

@@ -57,7 +57,7 @@ from penstock.runtime.embedded_redis import (
     find_or_start_redis,
 )
 from penstock.runtime.event_loop import cancel_until_done
-from penstock.runtime.local_redis import RunningRedis, leads_to, note_files
+from penstock.runtime.local_redis import RunningRedis, leads_to, note_files, note_gateway
 from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
 from penstock.runtime.settings import RedisSettings, without_password
 from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
@@ -401,6 +401,8 @@ async def _serve(
         command = gateway_command(redis_url, arguments=of_gateway, drain_s=gateway.drain_s)
         started = start_all(supervisor, redis_url, model, nodes, command)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
+        if server is not None:
+            note_gateway(RedisSettings.load().runtime_dir, redis_url, ready[1]["url"])
         _print_ready(*ready, redis_url, server, needs_key=gateway.api_key is not None)
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, get_args, get_ori
 import typer
 
 from penstock.cli.help_page import queue_option
-from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
+from penstock.cli.options import REDIS_URL_HELP, SPAN, given_flags, sampling_flags, seconds_of_text, takes
 from penstock.cli.output import write_line, write_text
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, option_of
@@ -43,6 +43,7 @@ def _channel(text: str) -> str | dict[str, str]:
 
 
 _WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "not_before_s": (SPAN, seconds_of_text),
     "metadata": ("NAME=VALUE", _pairs),
     "channel": ("FORMAT[:NAME]", _channel),
 }

@@ -56,7 +56,7 @@ def delete(
         return
     files, num_endpoints = found.files, found.num_endpoints
     counts = {"API keys": found.num_keys, "jobs": num_jobs, "files": files.num_files, "batches": files.num_batches}
-    counts |= {"webhook endpoints": num_endpoints}
+    counts |= {"webhook endpoints": num_endpoints, "schedules": found.num_schedules}
     shown = ", ".join(f"{number} {what}" for what, number in counts.items() if number or what in ("API keys", "jobs"))
     write_line(f"deleted: {shown}", file=sys.stderr)
 
@@ -92,6 +92,7 @@ def _object_of(data: TenantData) -> dict[str, Any]:
         "tenant": data.tenant,
         "num_keys": data.num_keys,
         "num_webhook_endpoints": data.num_endpoints,
+        "num_schedules": data.num_schedules,
         "pools": {
             pool: {"open_jobs": held.num_open, "ended_jobs": held.num_ended, "bytes": held.num_bytes}
             for pool, held in data.pools.items()

@@ -37,6 +37,7 @@ from penstock.gateway.apis.jobs.routes import JOBS
 from penstock.gateway.apis.message_batches.routes import MESSAGE_BATCHES
 from penstock.gateway.apis.openai.routes import OPENAI
 from penstock.gateway.apis.responses.routes import RESPONSES
+from penstock.gateway.apis.schedules.routes import SCHEDULES
 from penstock.gateway.apis.tasks.routes import TASKS
 from penstock.gateway.apis.usage.routes import USAGE
 from penstock.gateway.apis.web.routes import WEB
@@ -126,7 +127,8 @@ class HealthRoutes:
     async def ready(self) -> dict[str, Any]:
         """Return that a request would be served now, by one pool at least; otherwise raise UnavailableError (HTTP 503).
 
-        A problem of Redis has its name in the answer. Of several Redis, it tells which pools are served.
+        A problem of Redis and what is paused have their names in the answer. Of several Redis, it tells which pools are
+        served.
         """
         if not self._client.is_alive:
             raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
@@ -138,7 +140,9 @@ class HealthRoutes:
             for renewed in (False, True):
                 states = await self._states(await self._client.pools(renewed=renewed))
                 if READY in states.values():
-                    named = {"redis": problem} if problem else {}
+                    named: dict[str, Any] = {"redis": problem} if problem else {}
+                    if paused := await self._paused(states):
+                        named["paused"] = paused
                     return {"status": READY, **named, **({"pools": states} if self._client.servers.is_split else {})}
         raise UnavailableError("no pool has a live node", code="no_node")
 
@@ -152,6 +156,13 @@ class HealthRoutes:
             if states[pool] == READY and not servers.is_split:
                 break
         return states
+
+    async def _paused(self, pools: Iterable[str]) -> list[str]:
+        """Return what is paused of pools whose Redis answers. It is public, so a tenant has no name there."""
+        asked = self._client.servers.grouped(self._reachable(pools))
+        found = [pause for server, some in asked for pause in await server.steering.paused(some)]
+        words = ((one.pool, "a tenant" if one.tenant is not None else one.words) for one in found)
+        return [f"{pool}: {what}" for pool, what in dict.fromkeys(words)]
 
     def _reachable(self, pools: Iterable[str]) -> list[str]:
         """Return the pools whose Redis is not away."""
@@ -175,6 +186,7 @@ DIALECTS: tuple[HttpDialect, ...] = (
     FILES,
     BATCHES,
     MESSAGE_BATCHES,
+    SCHEDULES,
     WEBHOOKS,
     WEBSOCKET,
     USAGE,

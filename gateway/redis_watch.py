@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 
 from prometheus_client import Metric
@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.pool import AWAY, NO_RIGHTS, REDIS_STATES, PoolStats, RedisState
+from penstock.contract.schedule import Count, ScheduleTotals
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.servers import QueueServer
 from penstock.queue.webhooks.deliveries import WebhookStats
@@ -65,6 +66,7 @@ class Seen:
     webhooks: WebhookStats | None = None
     """None of a Redis that is not the directory."""
     num_rows_left: int = 0
+    schedules: ScheduleTotals | None = None
 
 
 class ServerWatch:
@@ -118,9 +120,10 @@ class ServerWatch:
                     pools, client = await self._stats.all(), self._client
                     webhooks = None if client is None else await client.webhooks.queue.stats()
                     num_rows = 0 if client is None else await client.batches.num_rows_left()
-                    self.seen = Seen(began_s, redis, pools, webhooks, num_rows)
+                    schedules = None if client is None else await client.schedules.store.totals()
+                    self.seen = Seen(began_s, redis, pools, webhooks, num_rows, schedules)
                 elif last is not None:
-                    self.seen = Seen(last.at_s, redis, last.pools, last.webhooks, last.num_rows_left)
+                    self.seen = replace(last, redis=redis)
         except TimeoutError:
             self._became(AWAY, f"no answer within {LOOK_TIMEOUT_S:.0f} s")
         except PenstockError as error:
@@ -182,6 +185,8 @@ class RedisWatch:
             found += of_pools([pool for seen in known for pool in seen.pools])
         if directory in known and directory is not None and directory.webhooks is not None:
             found += _of_directory(directory.webhooks, directory.num_rows_left)
+            if directory.schedules is not None:
+                found += _of_schedules(directory.schedules, self._client.servers.clock.now_s())
         return found
 
     def _of_states(self) -> Iterator[Metric]:
@@ -221,6 +226,22 @@ def _of_directory(webhooks: WebhookStats, num_rows_left: int) -> Iterator[Metric
     for name, text in _OF_WEBHOOKS.items():
         count = webhooks.counts.get(name.rpartition("_")[2], 0)
         yield CounterMetricFamily(name, text, value=count)
+
+
+_OF_RUNS: Mapping[str, tuple[Count, str]] = {
+    "penstock_schedule_runs_started": ("started", "Runs of schedules that started."),
+    "penstock_schedule_runs_missed": ("missed", "Runs of schedules whose time had passed when a gateway looked."),
+    "penstock_schedule_runs_skipped": ("skipped", "Runs of schedules left out, because the run before had not ended."),
+    "penstock_schedule_runs_failed": ("failed", "Runs of schedules that could not start."),
+}
+
+
+def _of_schedules(totals: ScheduleTotals, now_s: float) -> Iterator[Metric]:
+    for name, (count, text) in _OF_RUNS.items():
+        yield CounterMetricFamily(name, text, value=totals.counts[count])
+    late_s = 0.0 if totals.first_look_ms is None else max(0.0, now_s - totals.first_look_ms / 1000)
+    text = "Seconds for which the schedule that is due first has waited for a gateway. Redis knows it."
+    yield GaugeMetricFamily("penstock_schedules_late_seconds", text, value=late_s)
 
 
 class RedisMetrics:

@@ -173,6 +173,10 @@ FOLLOWED = {
     "which this `penstock serve` joined": "test_a_serve_that_joined_says_when_that_redis_ends",
     "(penstock serve: --data-dir FOLDER)": "test_data_dir_carries_writes_across_restarts",
     # pools and models
+    "prompt: give either a prompt or --batch": "test_a_schedule_is_made_listed_paused_resumed_run_and_deleted",
+    "`penstock schedules create` makes one": "test_a_schedule_is_made_listed_paused_resumed_run_and_deleted",
+    "`penstock schedules show {}` shows the run": "test_a_schedule_is_made_listed_paused_resumed_run_and_deleted",
+    "`penstock schedules resume {}` lets it go on": "test_a_schedule_is_made_listed_paused_resumed_run_and_deleted",
     "`penstock pools resume` with the same options": "test_pools_are_paused_and_resumed",
     "filter: cancel needs one of": "test_jobs_are_changed_retried_and_acted_on_in_bulk",
     "(`penstock pools allow`)": "test_a_damaged_entry_or_record_hides_no_other_pool_and_is_mended_by_its_node",

@@ -174,6 +174,7 @@ def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
         "hour",
         "profile_id",
         "process",
+        "kind",
     }
     given_by_callers = {
         name

@@ -25,7 +25,7 @@ ALLOWED = {
     **dict.fromkeys(
         ("handle_text", "handle_bytes", "handle_cont", "handle_ping", "_should_upgrade"), "uvicorn calls it"
     ),
-    **dict.fromkeys(("RunsBatches", "include_if"), "Celery finds the step by a text, and calls the method"),
+    **dict.fromkeys(("RunsBatches", "TaskRequest", "include_if"), "Celery finds it by a text, or calls it"),
     "settings_customise_sources": "pydantic calls it",
     "connect_unix_socket": "httpcore calls it",
     "discover_master": "redis-py calls it",

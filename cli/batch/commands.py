@@ -16,7 +16,7 @@ import typer
 from penstock.cli.batch.progress import ShownProgress, shown_progress
 from penstock.cli.batch.server import STDIN, STDOUT, Server, StoredBatch, patiently, prepared, wait
 from penstock.cli.command_line import App
-from penstock.cli.options import DURABILITY_HELP, RedisUrl
+from penstock.cli.options import DURABILITY_HELP, SPAN, RedisUrl, seconds_of_text
 from penstock.cli.output import (
     EXIT_TRY_AGAIN,
     AsJson,
@@ -78,7 +78,10 @@ def run(
         typer.Option(help="Identity of the batch. A new id answers every row again. Default: from input and output."),
     ] = None,
     not_before: Annotated[
-        float | None, typer.Option(min=0, help="Seconds to wait before the rows may run. Default: no wait.")
+        float | None,
+        typer.Option(
+            parser=seconds_of_text, metavar=SPAN, help="When the rows may run, in seconds from now. Default: at once."
+        ),
     ] = None,
     errors: Errors = None,
     durability: BatchDurability = None,

@@ -29,7 +29,9 @@ from penstock.contract.errors import (
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
 from penstock.queue.files.batch import FLOW_ENDPOINT, MESSAGES_ENDPOINT, is_of_messages
+from penstock.runtime.local_redis import running_gateway
 from penstock.runtime.proxies import is_loopback, proxy_error, tls_for
+from penstock.runtime.settings import RedisSettings
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -57,8 +59,12 @@ T = TypeVar("T")
 
 
 def address_of(base_url: str | None) -> str:
-    """Return the given URL of a server, else that of the environment, without `/v1`. Raises ConfigError."""
-    found = base_url or next((os.environ[name] for name in URL_VARIABLES if os.environ.get(name)), DEFAULT_URL)
+    """Return the given URL of a server, without `/v1`; else that of the environment or of this user's `penstock serve`.
+
+    Raises ConfigError.
+    """
+    found = base_url or next((os.environ[name] for name in URL_VARIABLES if os.environ.get(name)), None)
+    found = found or running_gateway(RedisSettings.load().runtime_dir) or DEFAULT_URL
     url = found.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"base_url must begin with http:// or https://, not {found[:64]!r}", param="base_url")

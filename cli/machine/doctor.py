@@ -231,6 +231,9 @@ def judge_pool(pool: PoolStats) -> Iterator[Check]:
             f"{pool.pool}: no live node, {pool.num_open} open jobs",
             f"start a node (`penstock node MODEL`), or remove the pool: penstock pools forget {pool.pool}",
         )
+    for pause in pool.pauses:
+        finding = f"{pool.pool}: {pause.words} is paused, {sum(pool.queue.queued)} queued jobs in the pool"
+        yield Check("warn", "pool", finding, f"penstock pools resume {pool.pool} with the options of the pause")
     for node in pool.nodes:
         yield from judge_node(node)
 

@@ -104,12 +104,15 @@ def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> l
         num_hidden = max(0, len(nodes) - num_shown)
         nodes = nodes[: len(nodes) - num_hidden]
     parts: list[RenderableType] = [_title(pool), _summary(pool), _outlook(pool)]
+    if pool.paused:
+        parts.append(Text(f"  paused: {', '.join(pool.paused)}", "yellow", no_wrap=True, overflow="ellipsis"))
     parts.append(_node_table(nodes, is_wide) if nodes else Text("  no live node", "red"))
     if num_hidden:
         parts.append(Text(f"  {_counted(num_hidden, 'more node')}", "dim"))
     parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
     parts += [Text(f"  {node.node_id}: {text}", "dim") for node in nodes if (text := _ranks(node))]
     parts += [Text(f"  {node.node_id}: {_states(node)}", "dim") for node in nodes if node.state_slots_total]
+    parts += [Text(f"  {node.node_id}: {_held_back(node)}", "dim") for node in nodes if node.num_held_back]
     below = Table.grid(padding=(0, 3))
     below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
     parts.append(below)
@@ -208,6 +211,13 @@ def _states(node: NodeRow) -> str:
     return f"{slots} · {snapshots} · {_counted(node.state_hits, 'hit')}"
 
 
+def _held_back(node: NodeRow) -> str:
+    """Return how many sequences of the batch steps leave out for chats."""
+    num_in_step = node.num_running - node.num_held_back
+    running = _counted(node.num_running, "running sequence")
+    return f"{num_in_step:,} of {running} in a step, {node.num_held_back:,} held back"
+
+
 def _gpu_cells(node: NodeRow) -> list[str]:
     """Return how busy the node's GPU is, and its memory in GiB."""
     if node.gpu_utilization is None:
@@ -284,8 +294,14 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value < 9_999.5 else f"{value / 1000:.0f}k"
 
 
+_LONGEST_S = 30 * 86400
+"""Longer times are no longer told apart: a node without work for its jobs has a pace of nearly 0."""
+
+
 def _seconds(num_ms: int) -> str:
     seconds = num_ms / 1000
+    if seconds > _LONGEST_S:
+        return f">{_LONGEST_S // 86400}d"
     return (
         f"{seconds:.1f}s" if seconds < 60 else f"{seconds / 60:.0f}min" if seconds < 5400 else f"{seconds / 3600:.0f}h"
     )

@@ -46,6 +46,7 @@ class NodeRow:
     silent_ms: int = 0
     num_jobs: int = 0
     num_running: int = 0
+    num_held_back: int = 0
     num_waiting: int = 0
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
@@ -128,6 +129,8 @@ class PoolFrame:
     """See `QueueState`: of foreground and of background work."""
     background_share: float | None
     """Share of background work in the engines' time in the last minute."""
+    paused: tuple[str, ...] = ()
+    """What is paused, in words."""
 
     @property
     def num_waiting(self) -> int:
@@ -261,6 +264,7 @@ class TopReader:
             events=activity.events,
             counts=dict(activity.counts),
             backlog_s=activity.queue.backlog_s,
+            paused=tuple(pause.words for pause in activity.pauses),
             background_share=activity.queue.background_share,
         )
 
@@ -282,6 +286,7 @@ class TopReader:
             silent_ms=node.silent_ms,
             num_jobs=pressure.num_jobs,
             num_running=pressure.num_running,
+            num_held_back=pressure.num_held_back,
             num_waiting=pressure.num_waiting,
             kv_blocks_used=pressure.kv_blocks_total - pressure.kv_blocks_free,
             kv_blocks_cached=pressure.kv_blocks_cached,

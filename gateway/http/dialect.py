@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
+from penstock.contract.job import SubmitOptions
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import ErrorShape, ErrorShapes
 from penstock.gateway.metrics import GatewayMetrics
@@ -20,6 +21,7 @@ from penstock.gateway.request.reading import Parser, RequestReader
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import Answers, WholeSender
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.request import Prompt
 from penstock.producer.files.service import Files
 from penstock.producer.parsed_body import RequestBody
 from penstock.runtime.event_loop import LoopYielder
@@ -57,6 +59,10 @@ Complete = Callable[[GenerationRequest], Awaitable[GenerationRequest]]
 """Adds to a request what it needs beside its body, such as earlier answers."""
 
 
+PrepareJob = Callable[[Request, bytes], Awaitable[tuple[Prompt, SubmitOptions]]]
+"""Checks the body of a job, and returns its prompt and the options of its submission by this caller."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobBody:
     """How a job holds the body of an API, as `url` and `body`."""
@@ -78,6 +84,8 @@ class HttpDialect:
     """The schemas of the paths that a message of a WebSocket may name."""
     job_bodies: Mapping[str, JobBody] = field(default_factory=dict)
     """What a job may hold, by its `url`. Each schema is a name of its module."""
+    prepare_job: Callable[[Services], PrepareJob] | None = None
+    """Makes what checks a body of `/v1/jobs`, for an API that stores jobs."""
     errors: ErrorShape | None = None
     """The shape of its errors, if that is not OpenAI's."""
     background: Mapping[str, Callable[[Services], Coroutine[Any, Any, None]]] = field(default_factory=dict)

@@ -82,6 +82,8 @@ async def waiting_comment(job: AsyncJob, plain: bytes) -> bytes:
     words = f", position {update.position}"
     if update.estimated_wait_ms is not None:
         words += f", about {-(-update.estimated_wait_ms // 1000)} s"
+    if update.paused is not None:
+        words += f", {update.paused} paused"
     return plain.replace(b"\n", words.encode() + b"\n", 1)
 
 

@@ -403,6 +403,7 @@ def engine_stats(
         kv_evictions=device.num_evictions,
         block_size=block_size,
         num_running=scheduler.num_running,
+        num_held_back=min(scheduler.background.num_left_out, scheduler.num_running),
         num_waiting=scheduler.queues.num_waiting,
         num_preemptions=scheduler.num_preemptions,
         prefix_lookup_tokens=hits.lookup_tokens,

@@ -71,6 +71,7 @@ _GAUGES = {
     "state_slots_free": ("state_slots_free", "State slots that no sequence holds, snapshots included."),
     "state_snapshots": ("state_snapshots", "State slots with a snapshot."),
     "running": ("num_running", "Sequences in the running batch."),
+    "held_back": ("num_held_back", "Running background sequences that the last step left out, because of chats."),
     "waiting": ("num_waiting", "Sequences that wait inside the engine."),
     "swapped": ("num_swapped", "Preempted sequences with their blocks in host memory."),
     "max_step_tokens": ("max_step_tokens", "Largest number of tokens in a step."),

@@ -21,6 +21,7 @@ from typing import Any
 
 from penstock.contract.errors import RequestError, UnavailableError
 from penstock.producer.batch import storage
+from penstock.producer.batch.answer import Submitter
 from penstock.producer.batch.finished import FinishedRow, OpenAiRows, row_id_of
 from penstock.producer.batch.lines import InputCheck, InputRow, RowReader, check_file, plain_input, rows_in
 from penstock.producer.batch.records import Batch, BatchProgress
@@ -100,7 +101,7 @@ async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) 
 
 
 async def answer_rows(
-    client: AsyncClient, one: OpenBatch, on_progress: OnProgress, *, on_submit: Callable[[], None] = lambda: None
+    client: Submitter, one: OpenBatch, on_progress: OnProgress, *, on_submit: Callable[[], None] = lambda: None
 ) -> BatchProgress:
     """Run an open batch to its end and return its final progress.
 

@@ -5,21 +5,23 @@ A retry is a new message to Celery. If Celery's Redis cannot take it, the task r
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from celery import Celery, Task
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from penstock.contract.durability import checked_durability
-from penstock.contract.errors import BusyError, RequestError, UnavailableError
+from penstock.contract.errors import BusyError, PenstockError, RequestError, UnavailableError
+from penstock.contract.job import SubmitOptions
 from penstock.producer.batch.answer import answer
 from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.batch.records import Batch, BatchProgress, RowTerms
@@ -27,9 +29,11 @@ from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import answer_rows, opened
 from penstock.producer.batch.user_app import SERIALIZER, check_formats, declared_queue
 from penstock.producer.batch.worker_metrics import WorkerMetrics
-from penstock.producer.batch.worker_process import TaskTraces, WorkerClient
-from penstock.producer.client import AsyncClient
+from penstock.producer.batch.worker_process import TaskTerminatedError, TaskTraces, WorkerClient
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt
 from penstock.producer.flows.marks import answer_text, replaced
+from penstock.queue.broker.producer import ServedPool
 
 _LOG = logging.getLogger(__package__)
 GENERATE = "penstock.generate"
@@ -41,6 +45,7 @@ PREVIOUS = "{previous}"
 _PREVIOUS = re.compile(re.escape(PREVIOUS))
 PROGRESS_STATE = "PROGRESS"
 _REPORT_INTERVAL_S = 0.5
+CANCELED_AT_ONCE = 64
 _DEFAULT_VISIBILITY_TIMEOUT_S = 3600
 """kombu's default for Redis."""
 
@@ -64,6 +69,8 @@ class _RetryingTask(Task):  # type: ignore[misc]  # celery ships no types
     reject_on_worker_lost = True
     destination: str
     """The queue to which the task is sent. Celery's own attribute for it will be removed in version 6."""
+    worker_client: WorkerClient
+    Request = "penstock.producer.batch.task_request:TaskRequest"
 
     def _get_exec_options(self) -> dict[str, Any]:
         """Return the options of each call. Celery asks for them when a task is sent, and the settings are final."""
@@ -92,15 +99,17 @@ class _Worker:
         key = f"task:{task.request.id}"
 
         async def ask(client: AsyncClient) -> dict[str, Any]:
-            _, answered = await answer(client, request, key, terms, on_submit=lambda _: self._metrics.submitted())
+            noting = NotingSubmitter(client, job_ids)
+            _, answered = await answer(noting, request, key, terms, on_submit=lambda _: self._metrics.submitted())
             return answered
 
-        return self._run(task, lambda: self._client.run(ask))
+        job_ids = list[str]()
+        return self._run(task, lambda: self._client.run(ask, task.request.id), job_ids)
 
     def run_file(self, task: Task, batch: Batch) -> BatchProgress:
         """Answer a file of requests while the task shows its progress."""
         # Not update_state(): it works only on the task's own thread.
-        backend, task_id = task.backend, task.request.id
+        backend, task_id, job_ids = task.backend, task.request.id, list[str]()
         with (
             reporting(lambda p: backend.store_result(task_id, asdict(p), PROGRESS_STATE)) as report,
             self._metrics.counting(report) as counted,
@@ -108,21 +117,68 @@ class _Worker:
 
             def answer_file() -> BatchProgress:
                 with opened(batch, lambda reason: report(BatchProgress(0, waiting=reason))) as one:
-                    ask = partial(answer_rows, one=one, on_progress=counted, on_submit=self._metrics.submitted)
-                    return self._client.run(ask)
+                    noted: dict[str, Any] = {"one": one, "on_progress": counted, "on_submit": self._metrics.submitted}
+                    return self._client.run(
+                        lambda client: answer_rows(NotingSubmitter(client, job_ids), **noted), task_id
+                    )
 
-            return self._run(task, answer_file)
+            return self._run(task, answer_file, job_ids)
 
-    def _run(self, task: Task, work: Callable[[], T]) -> T:
+    def _run(self, task: Task, work: Callable[[], T], job_ids: list[str]) -> T:
+        """Do the work of a task. If Celery ends the task, `job_ids` are canceled, which the work has submitted."""
         with self._traces.continued(task):
-            return _run_with_retries(task, work)
+            try:
+                return _run_with_retries(task, work)
+            except (TaskTerminatedError, SoftTimeLimitExceeded) as error:
+                if isinstance(error, SoftTimeLimitExceeded) and _has_soft_limit(task):
+                    raise
+                with suppress(PenstockError):
+                    self._client.run(lambda client: cancel_jobs(client, job_ids))
+                _LOG.info("task.terminated", extra={"task_id": task.request.id, "num_jobs": len(job_ids)})
+        # Its worker has stored that it was revoked.
+        raise Ignore
+
+
+class NotingSubmitter:
+    """A client that notes the jobs of one task, so that they can be canceled with it."""
+
+    def __init__(self, client: AsyncClient, job_ids: list[str]) -> None:
+        self._client = client
+        self._job_ids = job_ids
+
+    async def submit(self, prompt: Prompt, /, **options: Unpack[SubmitOptions]) -> AsyncJob:
+        """Submit a job; see `AsyncClient.submit`."""
+        job = await self._client.submit(prompt, **options)
+        self._job_ids.append(job.id)
+        return job
+
+    async def ack(self, *job_ids: str) -> int:
+        """Free the results of jobs whose rows are stored; see `AsyncClient.ack`."""
+        return await self._client.ack(*job_ids)
+
+    async def pools(self) -> Mapping[str, ServedPool]:
+        """Return the served pools; see `AsyncClient.pools`."""
+        return await self._client.pools()
+
+
+async def cancel_jobs(client: AsyncClient, job_ids: Sequence[str]) -> None:
+    """Cancel those of the jobs that have not ended."""
+    for at in range(0, len(job_ids), CANCELED_AT_ONCE):
+        part = job_ids[at : at + CANCELED_AT_ONCE]
+        await asyncio.gather(*(client.cancel(job_id) for job_id in part), return_exceptions=True)
+
+
+def _has_soft_limit(task: Task) -> bool:
+    """Return whether a soft time limit may have ended the task. Else its worker did, on behalf of `revoke`."""
+    _, soft_s = task.request.timelimit or (None, None)
+    return bool(soft_s or task.soft_time_limit or task.app.conf.task_soft_time_limit)
 
 
 def add_tasks(app: Celery, client: WorkerClient, metrics: WorkerMetrics, *, queue: str) -> None:
     """Register the tasks with a Celery app. They are sent to `queue`."""
     worker = _Worker(client, metrics)
     # Shared tasks would also be added to every other Celery app of the process.
-    registered = partial(app.task, bind=True, base=_RetryingTask, shared=False, destination=queue)
+    registered = partial(app.task, bind=True, base=_RetryingTask, shared=False, destination=queue, worker_client=client)
 
     @registered(name=GENERATE)  # type: ignore[untyped-decorator]
     def generate(

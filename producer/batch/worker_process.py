@@ -63,13 +63,18 @@ class WorkerClient:
         if isinstance(sender.pool, ThreadPool):
             self._num_threads = sender.pool.limit
 
-    def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
+    def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]], task_id: str = "") -> T:
         """Run `work` to its end. If the calling thread is interrupted, as by a time limit, the work is canceled.
 
-        Raises UnavailableError while Redis is unreachable.
+        Raises UnavailableError while Redis is unreachable, and TaskTerminatedError if `terminate` named the task.
         """
         running = self._of_this_process()
-        return running.loop.call(running.call(work))
+        return running.loop.call(running.call(work, task_id))
+
+    def terminate(self, task_id: str) -> None:
+        """Let the call of a task of this process, which runs or begins soon, raise TaskTerminatedError."""
+        running = self._of_this_process()
+        running.loop.post(running.terminate(task_id))
 
     def close(self, **_: Any) -> None:
         """Close the client and end the loop. Celery calls this when a process of a worker ends."""
@@ -86,6 +91,10 @@ class WorkerClient:
                 for ending in (signals.worker_process_shutdown, signals.worker_shutdown):
                     ending.connect(self.close, weak=False)
             return self._running
+
+
+class TaskTerminatedError(Exception):
+    """Celery was told to end the task."""
 
 
 TOGETHER_S = 0.02
@@ -106,11 +115,39 @@ class _ClientThread:
         self._connecting = asyncio.Lock()
         self._num_running = 0
         self._waiting: list[asyncio.Future[None]] = []
+        # Of one user: the app that runs here.
+        self._calls: dict[str, asyncio.Future[Any]] = {}
+        self._terminated: set[str] = set()
         self._next_start_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.loop = LoopThread()
 
-    async def call(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
+    async def call(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]], task_id: str = "") -> T:
+        if not task_id:
+            return await self._call(work)
+        if task_id in self._terminated:
+            self._terminated.discard(task_id)
+            raise TaskTerminatedError("the task was terminated")
+        calls = asyncio.ensure_future(self._call(work))
+        self._calls[task_id] = calls
+        try:
+            return await calls
+        except asyncio.CancelledError:
+            if task_id in self._terminated:
+                raise TaskTerminatedError("the task was terminated") from None
+            calls.cancel()
+            raise
+        finally:
+            self._terminated.discard(task_id)
+            del self._calls[task_id]
+
+    async def terminate(self, task_id: str) -> None:
+        """Cancel the call of a task, also one that begins later."""
+        self._terminated.add(task_id)
+        if (call := self._calls.get(task_id)) is not None:
+            call.cancel()
+
+    async def _call(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
         async with self._connecting:
             if self._client is None:
                 # A failed attempt leaves no client, so the next task makes another one.

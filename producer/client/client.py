@@ -28,6 +28,7 @@ from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, Submi
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
 from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
+from penstock.producer.client.schedules import Schedules
 from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
@@ -77,9 +78,8 @@ class AsyncClient:
         self.stats, self._kept = ClientStats(), KeptSubmissions(settings.max_kept_mib << 20)
         urls = pool_urls() if pools is None else pools
         self.servers = servers = QueueServers(url, urls, settings, self.stats, self._kept)
-        self._tenant = tenant
-        self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
-        self._highest_class = Priority.of(settings.highest_class)
+        terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
+        self._tenant, self._terms, self._highest_class = tenant, terms, Priority.of(settings.highest_class)
         self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
         directory_connection = servers.directory.redis, servers.directory.patience
         # Of several servers, keys are fetched before they are too old, so that no call waits for the directory.
@@ -90,6 +90,8 @@ class AsyncClient:
         self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
         self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
+        find, clock = self.served_pool, servers.clock.now_s
+        self.schedules = Schedules(*directory_connection, find, self.webhooks, clock, tenant, self._terms)
         self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
 
     async def connect(self) -> Self:
@@ -225,22 +227,21 @@ class AsyncClient:
             admission = server.admissions.of(record.pool)
             cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
-        asked = options.get("queue_without_node")
-        waits = (job.background or self._queues_without_node) if asked is None else asked
+        if (waits := options.get("queue_without_node")) is None:
+            waits = job.background or self._queues_without_node
         try:
             if not waits:
-                await admission.require_node()
+                await admission.require_taker(job.tenant, job.level)
         except UnavailableError as refusal:
-            # A repeated submission adds no job, so it needs no node.
+            # A repeated submission adds no job, so it needs no node, and none that takes jobs.
             has_name = job.idempotency_key or job_id
             if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
-        terms = options.get("terms") or self._terms
+        terms, model = options.get("terms") or self._terms, model or adapter or record.model
         tokens = rate_tokens(job, record.max_model_len)
-        model = model or adapter or record.model
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
         durability = job.durability or (MEMORY if job.requires_reader else self._durability)
-        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model)
+        return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model, waits)
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

@@ -21,13 +21,12 @@ from penstock.contract.job_actions import (
     FilterOptions,
     JobChange,
     JobFilter,
-    Pause,
     change_error,
     checked_class,
-    pause_names,
     require_filter,
     retry_id,
 )
+from penstock.contract.pauses import Pause, pause_names
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
@@ -64,13 +63,10 @@ def retry_key(job_id: str) -> str:
     return f"retry:{job_id}"
 
 
-def retry_options(
-    job_id: str, request: Request, *, tags: Sequence[str] = (), metadata: Any = None
-) -> tuple[Prompt, SubmitOptions]:
-    """Return prompt and options of a job that repeats another one's request. Its owner and class are not among them."""
+def request_options(request: Request) -> tuple[Prompt, SubmitOptions]:
+    """Return prompt and options of a job that repeats a request. Model, owner, class and names are not among them."""
     forms = (request.prompt, request.prompt_token_ids, request.messages)
     options: SubmitOptions = {
-        "model": pool_of(job_id),
         "tools": request.tools,
         "chat_template_kwargs": request.chat_template_kwargs,
         "adapter": None if request.adapter is None else request.adapter.name,
@@ -79,12 +75,23 @@ def retry_options(
         "lower_max_tokens": request.max_total_tokens is not None,
         "return_progress": request.return_progress,
         "needs_reader": False,
+    }
+    return next(form for form in forms if form is not None), options
+
+
+def retry_options(
+    job_id: str, request: Request, *, tags: Sequence[str] = (), metadata: Any = None
+) -> tuple[Prompt, SubmitOptions]:
+    """Return prompt and options of a job that repeats another one's request. Its owner and class are not among them."""
+    prompt, options = request_options(request)
+    options |= {
+        "model": pool_of(job_id),
         "tags": tags,
         "metadata": metadata,
         "retry_of": job_id,
         "idempotency_key": retry_key(job_id),
     }
-    return next(form for form in forms if form is not None), options
+    return prompt, options
 
 
 class JobControl:

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.contract.job import pool_of
-from penstock.contract.job_actions import Pause
 from penstock.contract.output import JobLedger, LedgerEvent
+from penstock.contract.pauses import Pause
 from penstock.contract.pool import PoolStats
 from penstock.contract.priority import level_of
 from penstock.queue.broker.jobs import JobStatus

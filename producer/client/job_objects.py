@@ -57,13 +57,17 @@ def completion_object(completion: Completion) -> dict[str, Any]:
     }
 
 
-def queue_members(status: JobStatus) -> dict[str, int | None]:
-    """Return the members that only a queued job has: position in the queue and wait. A delayed job has none yet."""
+def queue_members(status: JobStatus) -> dict[str, int | str | None]:
+    """Return the members that only a queued job has: position in the queue, wait, and what is paused.
+
+    A delayed job has no position yet.
+    """
     position = status.queue_position
     return {
         "num_waiting_ahead": status.num_waiting_ahead,
         "position": None if position is None else position.position,
         **(UNKNOWN_WAIT if position is None else position.wait)._asdict(),
+        "paused": None if position is None else position.paused,
     }
 
 

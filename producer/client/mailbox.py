@@ -48,7 +48,8 @@ class WaitWatcher:
         known = self._position
         if is_old_news or position == known:
             return
-        if known is None or position.position != known.position or now_s - self._noted_s >= REPEAT_S:
+        is_news = known is None or (position.position, position.paused) != (known.position, known.paused)
+        if is_news or now_s - self._noted_s >= REPEAT_S:
             # A job in the queue has no progress: a node may have given it back.
             self._is_in_prefill = False
             self._position, self._noted_s = position, now_s
@@ -153,6 +154,8 @@ def _position_of(wait: JobWait | None, nodes: Sequence[NodePressure]) -> QueuePo
         return None
     if wait.ahead is None:
         return QueuePosition(0, NO_WAIT)
+    if wait.paused is not None:
+        return QueuePosition(wait.ahead.num_jobs + 1, paused=wait.paused)
     return QueuePosition(wait.ahead.num_jobs + 1, expected_wait(nodes, wait.ahead, is_background=wait.is_background))
 
 

@@ -9,7 +9,14 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.durability import MEMORY, Durability
-from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
+from penstock.contract.errors import (
+    POOL_PAUSED,
+    ForbiddenError,
+    PenstockError,
+    PromptTooLongError,
+    RequestError,
+    UnavailableError,
+)
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
@@ -23,6 +30,7 @@ _DECISION_OF_CODE = {
     "rate_limit_exceeded": "tenant_limit",
     "memory_share_exceeded": "tenant_memory",
     "no_node": "no_node",
+    POOL_PAUSED: "paused",
     "id_conflict": "conflict",
     "idempotency_conflict": "conflict",
 }

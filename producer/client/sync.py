@@ -12,8 +12,9 @@ from penstock.contract.channel import ChannelOption
 from penstock.contract.durations import Span
 from penstock.contract.errors import PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
-from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions, Pause
+from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
+from penstock.contract.pauses import Pause
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.contract.tenant import Terms
@@ -25,6 +26,7 @@ from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
 from penstock.producer.client.request import Prompt, check_streamable
 from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
+from penstock.producer.client.schedules import SyncSchedules
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
@@ -84,6 +86,7 @@ class Client:
         self._loop = LoopThread()
         self.control = Control(self._client.control, self._loop)
         self.webhooks = SyncWebhooks(self._client.webhooks, self._loop.call)
+        self.schedules = SyncSchedules(self._client.schedules, self._loop.call)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
         try:
             self._loop.call(self._client.connect())

@@ -32,9 +32,9 @@ async def queue(redis: Redis) -> Queue:
 
 
 async def an_hour_passes(queue: Queue) -> None:
-    events: list[bytes] = await cast(Any, queue.redis).zrange(keys.events(POOL), 0, -1)
+    events: list[bytes] = await cast(Any, queue.redis).zrange(keys.events(POOL, "node_"), 0, -1)
     for member in events:
-        await queue.age("events", member.decode(), HOUR_MS)
+        await queue.age("node_events", member.decode(), HOUR_MS)
 
 
 async def listed(redis_url: str, *words: str) -> str:

@@ -258,6 +258,7 @@ async def test_a_bug_is_a_500_without_details(caplog):
         feed = control = files = batches = None
         servers = SimpleNamespace(clock=SimpleNamespace(now_s=None))
         webhooks = SimpleNamespace(queue=None)
+        schedules = SimpleNamespace(store=None)
 
         async def pools(self) -> None:
             raise ZeroDivisionError("s3cret")

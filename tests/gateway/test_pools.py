@@ -112,6 +112,7 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
         is_alive = False
         feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
+        schedules = SimpleNamespace(store=None)
         servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False)
 
     app = create_app(GatewaySettings(), cast("AsyncClient", Deaf()))
@@ -127,7 +128,8 @@ async def test_gateway_is_not_ready_while_the_only_node_waits_for_its_ranks(trou
         is_alive = True
         feed = control = files = batches = None
         webhooks = SimpleNamespace(queue=None)
-        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False, named={})
+        schedules = SimpleNamespace(store=None)
+        servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False, named={}, grouped=lambda _: [])
 
         async def pools(self, *, renewed: bool = False):
             return {"m": SimpleNamespace(is_alive=True)}

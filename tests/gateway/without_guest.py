@@ -33,6 +33,7 @@ ASKED = {
     "files": ("GET", "/v1/files"),
     "batches": ("GET", "/v1/batches"),
     "message_batches": ("GET", "/v1/messages/batches"),
+    "schedules": ("GET", "/v1/schedules"),
     "webhooks": ("GET", "/v1/webhook_endpoints"),
     "websocket": ("GET", "/v1/stream"),
     "usage": ("GET", "/v1/usage"),

@@ -18,6 +18,7 @@ from fakes.processes.python_process import PythonProcess
 
 from penstock import Client
 from penstock.cli import processes
+from penstock.cli.batch.server import DEFAULT_URL, URL_VARIABLES, address_of
 from penstock.cli.serve import keep_redis, watch_joined_redis
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis
@@ -26,7 +27,9 @@ from penstock.runtime.local_redis import (
     RunningRedis,
     local_folder,
     note_files,
+    note_gateway,
     running_files,
+    running_gateway,
     running_url,
 )
 from penstock.runtime.settings import redis_url_of
@@ -218,3 +221,22 @@ def test_clients_find_where_serve_stores_files(tmp_path: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="open to other users"):
         running_files(folder)
+
+
+def test_commands_that_ask_a_gateway_find_that_of_the_running_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in URL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert address_of(None) == DEFAULT_URL
+    with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, _):
+        assert address_of(None) == DEFAULT_URL
+        note_gateway(folder, url, "http://127.0.0.1:8123")
+        assert address_of(None) == "http://127.0.0.1:8123"
+        assert address_of("http://127.0.0.1:9/v1") == "http://127.0.0.1:9"
+        note_gateway(folder, "redis://elsewhere", "http://127.0.0.1:2")
+        assert running_gateway(folder) == "http://127.0.0.1:8123"
+        (folder / "gateway.url").write_text("/another/redis.sock\nhttp://127.0.0.1:3\n")
+        assert running_gateway(folder) is None
+    note = (folder / "gateway.url").write_text(f"{folder}/redis.sock\nhttp://127.0.0.1:8123\n")
+    assert note and address_of(None) == DEFAULT_URL

@@ -24,6 +24,7 @@ from penstock.producer.client.job_objects import job_object
 ALL_TENANTS = "*"
 """The name of a tenant that means all of them."""
 MAX_BULK_ID_CHARS = 64
+MAX_MOMENT_CHARS = 64
 
 PoolName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_POOL_CHARS)]
 OwnerName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
@@ -32,7 +33,7 @@ OwnerName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 class ChangeBody(Wire):
     """Body of `PATCH /v1/jobs/{id}`: when the job may run, or its class."""
 
-    not_before_s: float | None = None
+    not_before_s: float | Annotated[str, Field(max_length=MAX_MOMENT_CHARS)] | None = None
     priority: ClassName | None = None
     background: bool | None = None
 
@@ -57,7 +58,7 @@ class BulkBody(Wire):
     filter: Annotated[FilterBody, Field(default_factory=FilterBody)]
     dry_run: bool = False
     all_jobs: bool = False
-    not_before_s: float | None = None
+    not_before_s: float | Annotated[str, Field(max_length=MAX_MOMENT_CHARS)] | None = None
     priority: ClassName | None = None
     background: bool | None = None
 

@@ -26,7 +26,7 @@ from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
 from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
-from penstock.gateway.http.dialect import Complete, HttpDialect, Services
+from penstock.gateway.http.dialect import Complete, HttpDialect, PrepareJob, Services
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
@@ -250,7 +250,7 @@ class SubmitJob:
     async def _answer_to(self, request: Request, body: ParsedBody) -> Response:
         try:
             generation = self._reader.generation_of(request, body)
-            prompt, options = await self._prepared(generation)
+            prompt, options = await self.prepared(generation)
             submitted = await self._client.submit_unread(prompt, **options)
         except PenstockError as error:
             rename(error, body.names)
@@ -289,7 +289,7 @@ class SubmitJob:
                 has_own_key = key is None or body.queueing.get("idempotency_key") is not None
                 own_key = None if has_own_key else f"{key}:{number}"
                 generation = self._reader.generation_of(request, body).with_options(idempotency_key=own_key)
-                prompt, options = await self._prepared(generation)
+                prompt, options = await self.prepared(generation)
                 prepared.append({"prompt": prompt, **options})
             except PenstockError as error:
                 prepared.append(error)
@@ -307,7 +307,7 @@ class SubmitJob:
         named = {} if item.custom_id is None else {"custom_id": item.custom_id}
         return {"status": error.status, **named, **error_body(error)}
 
-    async def _prepared(self, generation: GenerationRequest) -> tuple[Prompt, SubmitOptions]:
+    async def prepared(self, generation: GenerationRequest) -> tuple[Prompt, SubmitOptions]:
         """Return the prompt of a job and the options of its submission."""
         if (complete := self._complete.get(generation.body.options.get("url", ""))) is not None:
             generation = await complete(generation)
@@ -321,7 +321,7 @@ class SubmitJob:
         options["custom_id"] = body.options.get("custom_id")
         return body.prompts[0], options
 
-    async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | None]:
+    async def _waiting(self, submitted: Submitted, tenant: str) -> dict[str, int | str | None]:
         """Return the members of a queued job. If they cannot be read, there are none: the job is accepted."""
         with suppress(PenstockError):
             status = await self._client.status(submitted.job_id, tenant=tenant)
@@ -467,15 +467,33 @@ def _truth_of(request: Request, name: str) -> bool:
     return text == "true"
 
 
+def _submit_of(services: Services) -> SubmitJob:
+    held = {url: body for api in services.apis for url, body in api.job_bodies.items()}
+    complete = {url: body.complete(services) for url, body in held.items() if body.complete is not None}
+    return SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs, services.metrics)
+
+
 def _routes(services: Services) -> list[Route | APIRouter]:
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
     feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder, services.stopping)
     control = ControlRoutes(services.client, services.reader)
-    held = {url: body for api in services.apis for url, body in api.job_bodies.items()}
-    complete = {url: body.complete(services) for url, body in held.items() if body.complete is not None}
-    submit = SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs, services.metrics)
     # Their fixed paths go before the ids of jobs.
-    return [Route("/v1/jobs", submit, methods=["POST"]), feed.router, control.router, jobs.router]
+    submit = Route("/v1/jobs", _submit_of(services), methods=["POST"])
+    return [submit, feed.router, control.router, jobs.router]
 
 
-JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest})
+def _prepare_job(services: Services) -> PrepareJob:
+    submit = _submit_of(services)
+
+    async def prepared(request: Request, raw: bytes) -> tuple[Prompt, SubmitOptions]:
+        body = await services.parser.parse(SubmitJob.schema, raw, caller_of(request).tenant)
+        try:
+            return await submit.prepared(services.reader.generation_of(request, body))
+        except PenstockError as error:
+            rename(error, body.names)
+            raise
+
+    return prepared
+
+
+JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest}, prepare_job=_prepare_job)

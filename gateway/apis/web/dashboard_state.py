@@ -22,7 +22,7 @@ MAX_TENANTS = 8
 _PERCENTS = (50, 90, 99)
 _GATEWAY_NAME = f"{socket.gethostname()}:{os.getpid()}"
 _OF_NODE = (
-    *("node_id", "draining", "troubles", "past_troubles", "num_jobs", "num_running", "num_waiting"),
+    *("node_id", "draining", "troubles", "past_troubles", "num_jobs", "num_running", "num_held_back", "num_waiting"),
     *("max_num_seqs", "mean_batch"),
     *("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "block_size"),
     *("swap_blocks_total", "swap_blocks_free", "swap_blocks_cached"),
@@ -57,6 +57,7 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
         "model": record.model,
         "classes": _classes(activity.queue),
         "backlog_s": dict(zip(("foreground", "background"), activity.queue.backlog_s, strict=True)),
+        "paused": [pause.words for pause in activity.pauses],
         "background_share": activity.queue.background_share,
         "tenants": _tenants(activity),
         "counts": dict(activity.counts),

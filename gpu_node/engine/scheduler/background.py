@@ -28,7 +28,7 @@ from penstock.gpu_node.engine.steps import Ints, Rows, Step
 
 WINDOW_MS = 10_000.0
 """Engine milliseconds for which use above or below the guaranteed share is remembered."""
-FOREGROUND_MEMORY_MS = 60_000.0
+FOREGROUND_MEMORY_MS = 5_000.0
 """Engine milliseconds after the last foreground work for which steps of background work stay short."""
 _KEPT_MS = 2_000.0
 """Engine milliseconds whose share background work must have in advance before its last sequences yield."""
@@ -164,6 +164,8 @@ class BackgroundBudget:
         self.engine_time = EngineTime(step_time, limits.background_share)
         self.num_held_back = 0
         """Times that a running background sequence had to skip a step."""
+        self.num_left_out = 0
+        """Running background sequences that the last step left out."""
         self.is_queued = False
         """Whether background work waits outside the engine."""
         self._limits = limits
@@ -203,9 +205,11 @@ class BackgroundBudget:
 
     def bounds(self) -> bool:
         """Return whether the next step is bounded because of background work in it."""
-        if not self._present:
-            return False
-        return self.engine_time.since_foreground_ms < FOREGROUND_MEMORY_MS or self.has_foreground()
+        is_recent = self.engine_time.since_foreground_ms < FOREGROUND_MEMORY_MS
+        if self._present and (is_recent or self.has_foreground()):
+            return True
+        self.num_left_out = 0
+        return False
 
     def protect(self, num_blocks: int) -> None:
         """Mark the background sequences that foreground ones may not displace: while it is due, its share of a device.
@@ -296,7 +300,8 @@ class BackgroundBudget:
                 num_running += num_tokens == lacking
                 left_ms -= num_tokens * token_ms
                 max_tokens -= num_tokens
-        self.num_held_back += len(indices) - int((granted > 0).sum())
+        self.num_left_out = len(indices) - int((granted > 0).sum())
+        self.num_held_back += self.num_left_out
         self._is_held_back = num_running < len(indices) or any(seq.background for seq in self._queues)
         newcomers = min(max_tokens, int(max(0.0, left_ms) / self._time.token_ms(0, is_scored=False)))
         return granted, max(0, newcomers, int(must_run and not len(indices)))

@@ -286,7 +286,9 @@ class DamagedDataError(InvariantError):
     """Redis refused a call: a key is damaged, or a script has a bug. A node goes on with its next round."""
 
 
-_BY_CODE: dict[str, type[PenstockError]] = {
+POOL_PAUSED = "pool_paused"
+"""The code for a caller that will not wait for the end of a pause."""
+_BY_CODE: dict[str, type[PenstockError]] = {POOL_PAUSED: UnavailableError} | {
     cls.code: cls
     for cls in (
         *(RequestError, PromptTooLongError, TooCostlyError, TooLargeError, NotFoundError, UnavailableError),

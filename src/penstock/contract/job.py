@@ -14,7 +14,7 @@ from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
 from penstock.contract.durability import MEMORY as MEMORY
 from penstock.contract.durability import Durability as Durability
 from penstock.contract.durability import checked_durability as checked_durability
-from penstock.contract.durations import Span
+from penstock.contract.durations import GivenSpan, Span
 from penstock.contract.fields import (
     BATCH_ROWS,
     COMPACT,
@@ -64,7 +64,8 @@ NO_RESPONSE = ResponseRecord(b"", 0)
 
 PREDICTED_OUTPUT_TOKENS = 256
 """Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
-MAX_DEADLINE_S = 7 * 24 * 3600
+MAX_DEADLINE_S = 366 * 24 * 3600
+"""Longest time for which a job may wait for its start, or live: a year."""
 MAX_READER_GRACE_S = 600
 """Longest time for which a job that needs a reader may be without one. sweep.lua forgets readers after that time."""
 MAX_TAGS = 4
@@ -295,8 +296,9 @@ class QueueFields(BaseModel):
         Field(ge=0, le=MAX_DEADLINE_S),
         Option(
             {RESPONSES: None, **_NOT_DELAYED},
-            flag="Seconds to wait before the job may run. Default: no wait.",
-            help="seconds that the job waits before it enters the queue.",
+            in_json=GivenSpan,
+            flag="Seconds to wait before the job may run, or a time with its offset. Default: no wait.",
+            help="seconds that the job waits before it enters the queue, or a time with its offset.",
         ),
     ] = None
     return_progress: Annotated[

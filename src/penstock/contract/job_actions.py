@@ -1,4 +1,4 @@
-"""Which jobs a list or a bulk action names, and what it may do to them: changes and their reports, and pauses."""
+"""Which jobs a list or a bulk action names, and what it may do to them: changes and their reports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypedDict, cast, get_args
 
+from penstock.contract.durations import span_of
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import MAX_DEADLINE_S, MAX_TAG_CHARS, TAG_PATTERN
@@ -239,7 +240,7 @@ class JobChange:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the change of unchecked parts. Without `action`, they must be those of one action."""
-        parts = {name: given.get(name) for name in ("not_before_s", "background")}
+        parts = {"not_before_s": span_of(given.get("not_before_s")), "background": given.get("background")}
         action = given.get("action") or ("change_class" if parts["not_before_s"] is None else "reschedule")
         return cls(cast(ActionName, action), priority=checked_class(given.get("priority")), **cast(Any, parts))
 
@@ -336,36 +337,3 @@ def retry_id(job_id: str, bulk_id: str, begun_ms: int) -> str:
     made = f"{begun_ms:012x}"
     variant = "89ab"[int(drawn[3], 16) % 4]
     return f"{pool}.{made[:8]}-{made[8:]}-7{drawn[:3]}-{variant}{drawn[4:7]}-{drawn[8:20]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """What is paused of a pool: one tenant, one level, or with neither the whole pool. Nodes take no such job."""
-
-    pool: str
-    since_ms: int
-    tenant: str | None = None
-    level: int | None = None
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the pause as a JSON object."""
-        of_level = {}
-        if self.level is not None:
-            of_level = {"priority": class_of_level(self.level).label, "background": is_background(self.level)}
-        of_tenant = {} if self.tenant is None else {"tenant": self.tenant}
-        return {"pool": self.pool, **of_tenant, **of_level, "since_ms": self.since_ms}
-
-
-def pause_names(tenant: str | None, priority: Priority | None, background: bool | None) -> list[str]:
-    """Return the fields of P:paused for a tenant, for the levels of a class, or for the pool.
-
-    Raises RequestError for a tenant together with a class.
-    """
-    if tenant is not None:
-        if priority is not None or background is not None:
-            raise RequestError("tenant: not allowed together with priority or background", param="tenant")
-        return [f"tenant:{tenant}"]
-    if priority is None and background is None:
-        return ["pool"]
-    levels = [n for n in range(NUM_LEVELS) if priority in (None, class_of_level(n))]
-    return [f"level:{n}" for n in levels if background in (None, is_background(n))]

@@ -93,6 +93,10 @@ class WaitEstimate(NamedTuple):
 
 UNKNOWN_WAIT, NO_WAIT = WaitEstimate(), WaitEstimate(0, 0, 0)
 
+PausedKind = Literal["pool", "class", "tenant"]
+PAUSED_KINDS: tuple[PausedKind, ...] = get_args(PausedKind)
+"""What an operator may pause, the widest first."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
@@ -104,6 +108,8 @@ class QueuePosition:
 
     position: int
     wait: WaitEstimate = UNKNOWN_WAIT
+    paused: PausedKind | None = None
+    """What is paused, so that no node takes the job. The wait is unknown then."""
 
     @property
     def estimated_wait_ms(self) -> int | None:
@@ -128,10 +134,11 @@ class PrefillProgress:
 WaitUpdate = QueuePosition | PrefillProgress
 
 
-def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
+def members_of(update: WaitUpdate) -> dict[str, dict[str, int | str | None]]:
     """Return an update as a member of a JSON object. `prompt_progress` has the names that llama.cpp's server uses."""
     if isinstance(update, QueuePosition):
-        return {"queue_progress": {"position": update.position, **update.wait._asdict()}}
+        place: dict[str, int | str | None] = {"position": update.position, **update.wait._asdict()}
+        return {"queue_progress": place if update.paused is None else place | {"paused": update.paused}}
     tokens = {"total": update.total, "cache": update.cached, "processed": update.processed}
     return {"prompt_progress": {**tokens, "time_ms": update.time_ms}}
 

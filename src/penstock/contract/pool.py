@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from penstock.contract.pauses import Pause
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.contract.tasks import GENERATE, Task
 from penstock.contract.tool_formats import NO_CALLS, ToolFormat
@@ -34,6 +35,8 @@ class EngineLoad:
     decode_tokens: int = 0
     """Tokens that were sampled, without rejected drafts."""
     num_running: int = 0
+    num_held_back: int = 0
+    """The running sequences of background work that the last step left out, because of chats."""
     num_waiting: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
@@ -146,7 +149,7 @@ class QueueState:
     """Jobs that passed their deadline, since the pool was created."""
     backlog_s: tuple[float | None, float | None] = (0.0, 0.0)
     """Seconds in which the nodes complete the queued jobs, at their present pace: of foreground and of background work.
-    None if there are queued jobs and the pace is unknown."""
+    None if there are queued jobs and the pace is unknown, and of a paused pool. A paused class does not count."""
     engine_shares: tuple[float, ...] | None = None
     """Share of the engines' time in the last minute; None if no engine ran a step."""
 
@@ -191,11 +194,11 @@ EVENTS = {
     "ended_expired": "jobs that passed their deadline",
     "ended_dead": "jobs that became dead letters",
     "dead_letters": "jobs that lost their nodes too often without progress",
-    "nodes_lost": "nodes without a heartbeat for a lease",
+    "nodes_lost": "nodes that ended without leaving: silent for a lease, or declared dead by their successor",
     "mended_records": "damaged records of jobs that were mended",
     "damaged_keys": "keys of another type than the queue writes, which were deleted",
     "unknown_sums": "numbers that were lost with damaged data and count in a sum: run `penstock audit --repair`",
-    "losses": "running jobs whose node was lost",
+    "losses": "losses of running jobs: one for each job that a lost node ran, and none for a node without jobs",
     "takeovers": "jobs that a node took after another node had started or lost them",
     "fenced": "writes of a node for a job that another node holds",
     "given_back_drain": "jobs that a node gave back because it was draining",
@@ -225,6 +228,7 @@ class PoolStats:
     """Tenant → bytes of Redis memory, of its jobs as stored, and what its running jobs may still write."""
     paused_ms: Mapping[str, int] = field(default_factory=dict)
     """What is paused, `pool`, `class` or `tenant` → how long the oldest such pause has lasted."""
+    pauses: tuple[Pause, ...] = ()
 
 
 AWAY, NO_RIGHTS = "away", "no_rights"
@@ -317,6 +321,7 @@ class PoolActivity:
     """The newest events, oldest first."""
     now_ms: int
     """The pool's time when all this was read."""
+    pauses: tuple[Pause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,8 +443,9 @@ class NodePressure(EngineLoad):
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Input of admission: live nodes' pressure records, and per level the queued jobs and their cost in KV tokens."""
+    """Input of admission: live nodes' pressure records, queued jobs and their cost per level, and pauses."""
 
     nodes: tuple[NodePressure, ...] = ()
     backlog_cost: PerLevel = (0,) * NUM_LEVELS
     num_queued: PerLevel = (0,) * NUM_LEVELS
+    pauses: tuple[Pause, ...] = ()

@@ -103,7 +103,8 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep
     P:counts                 hash    scripts                              counters of events, for operators
-    P:events                 zset    scripts                              the newest 256 events, by time
+    P:events                 zset    scripts                              the newest 256 events of jobs, by time
+    P:node_events            zset    scripts                              the newest 256 events of nodes, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
     P:record                 string  node, declare                        the pool record (wire.py)
     P:paused                 hash    pause                                `pool`, `level:<l>` or `tenant:<t>` → since
@@ -125,8 +126,7 @@ tenant's ended jobs, with what the pool counted of the tenant.
                                                                           the summaries of conversations; no expiry
     penstock:webhook_secrets hash    gateways                             webhook endpoint → its secrets (webhook.py)
 
-    W stands for penstock:webhook:{all}; webhooks.lua writes these keys, for gateways. A delivery is one event for one
-    endpoint.
+    W stands for penstock:webhook:{all}; webhooks.lua writes these keys, for gateways. broker/schedules.py has S.
 
     W:endpoints              hash    webhooks                             endpoint → its record (webhook.py)
     W:tenant:<t>             zset    webhooks                             the tenant's endpoints, by their time
@@ -425,9 +425,9 @@ def counts(pool: str) -> str:
     return f"{prefix(pool)}:counts"
 
 
-def events(pool: str) -> str:
-    """Zset: the newest events of nodes and jobs, by time."""
-    return f"{prefix(pool)}:events"
+def events(pool: str, kind: str = "") -> str:
+    """Zset: the newest events of jobs, or of the kind "node_" those of nodes, by time."""
+    return f"{prefix(pool)}:{kind}events"
 
 
 def stored_file(file_id: str) -> str:

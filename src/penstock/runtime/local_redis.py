@@ -30,6 +30,7 @@ from typing import Self
 from penstock.contract.errors import ConfigError
 
 SOCKET = "redis.sock"
+_GATEWAY = "gateway.url"
 _MAX_SOCKET_PATH = 100
 """Linux limits a socket's path to 108 bytes with the closing zero; other systems to 104."""
 _LOCK = "serve.lock"
@@ -163,6 +164,32 @@ def lent_address(given: Path | None, url: str) -> Iterator[None]:
 def leads_to(given: Path | None, url: str) -> bool:
     """Return whether the local address is that of a server, or leads to it."""
     return os.path.realpath(local_folder(given) / SOCKET) == os.path.realpath(url.removeprefix("unix://"))
+
+
+def note_gateway(given: Path | None, redis_url: str, gateway_url: str) -> None:
+    """Note the gateway beside the local address, if that leads to this Redis, for commands that ask a gateway."""
+    if not leads_to(given, redis_url):
+        return
+    folder = local_folder(given)
+    new = folder / f".{_GATEWAY}-{os.getpid()}"
+    with suppress(OSError):
+        new.write_text(f"{os.path.realpath(redis_url.removeprefix('unix://'))}\n{gateway_url}\n")
+        new.replace(folder / _GATEWAY)
+
+
+def running_gateway(given: Path | None) -> str | None:
+    """Return the URL of the gateway of this user's `penstock serve`, or None if none runs.
+
+    Raises ConfigError as `running_url` does.
+    """
+    if running_url(given) is None:
+        return None
+    folder = local_folder(given)
+    try:
+        socket_path, url = (folder / _GATEWAY).read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return url if socket_path == os.path.realpath(folder / SOCKET) else None
 
 
 def _link(link: Path, target: str) -> None:

@@ -92,12 +92,19 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
     (pool,) = frame["pools"]
     assert pool.keys() == {
         *("pool", "model", "nodes", "classes", "tenants", "events", "counts", "num_alive", "totals"),
-        *("backlog_s", "background_share"),
+        *("backlog_s", "background_share", "paused"),
     }
     (node,) = pool["nodes"]
     assert node.keys() == {
-        *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
-        *("kv_blocks_used", "kv_blocks_cached", "kv_blocks_total", "tokens_in_per_s", "tokens_out_per_s"),
+        *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_held_back"),
+        *(
+            "num_waiting",
+            "kv_blocks_used",
+            "kv_blocks_cached",
+            "kv_blocks_total",
+            "tokens_in_per_s",
+            "tokens_out_per_s",
+        ),
         *("mean_batch", "num_preemptions", "step_ms_p50", "step_ms_p99", "process_bytes", "arithmetic"),
         *("page_utilization", "weight_bytes"),
         *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),

@@ -28,7 +28,18 @@ OF_THE_POOL = {
     "queued_background",
     "reserved",
 }
-OF_THE_POOL |= {"counts", "events", "adapters", "stored", "lengths", "expiry", "usage", "hour_usage", "ended"}
+OF_THE_POOL |= {
+    "counts",
+    "events",
+    "node_events",
+    "adapters",
+    "stored",
+    "lengths",
+    "expiry",
+    "usage",
+    "hour_usage",
+    "ended",
+}
 OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "background_turns", "reservations", "recent_use"}
 Dump = dict[str, Any]
 Lives = dict[str, int]

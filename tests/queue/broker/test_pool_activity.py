@@ -90,10 +90,31 @@ async def test_only_the_newest_events_are_kept(queue: Queue, broker: ActivityBro
     for number in range(300):
         node = await queue.node(f"n{number}")
         await node.broker.leave()
-    assert await queue.redis.zcard(keys.events(POOL)) == 256
+    assert await queue.redis.zcard(keys.events(POOL, "node_")) == 256
     found = await events(broker)
     assert len(found) == pools.MAX_EVENTS
     assert found[-1][:2] == ("node_left", "n299")
+
+
+async def test_each_lost_node_is_an_event_however_many_jobs_move(queue: Queue, broker: ActivityBroker) -> None:
+    await queue.node("n", max_losses=100)
+    for _ in range(60):
+        await queue.submit()
+    for number in range(7):
+        node = await queue.node(f"n{number}", max_losses=100)
+        assert len((await node.take()).jobs) == 60
+        await queue.kill(node)
+    found = await activity(broker)
+    assert [event.node_id for event in found.events if event.kind == "node_lost"] == [f"n{n}" for n in range(7)]
+    assert (found.counts["nodes_lost"], found.counts["losses"]) == (7, 7 * 60)
+    assert len(found.events) == pools.MAX_EVENTS
+
+
+async def test_a_kill_of_a_node_without_jobs_is_a_lost_node_and_no_loss(queue: Queue, broker: ActivityBroker) -> None:
+    await queue.kill(await queue.node("n1"))
+    found = await activity(broker)
+    assert (found.counts["nodes_lost"], found.counts["losses"]) == (1, 0)
+    assert [event.kind for event in found.events] == ["node_joined", "node_lost"]
 
 
 async def test_queued_jobs_are_counted_by_tenant_the_largest_first(

@@ -297,6 +297,7 @@ async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queu
         "dead_letters",
         "counts",
         "events",
+        "node_events",
     }
     of_the_pool |= {"head_served", "virtual_clock", "debt", "stored", "expiry", "recent_use", "jobs"}
     of_the_pool |= {"usage", "hour_usage", "ended"}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from fakes.queue.harness import POOL, Queue, ids_of
+from fakes.queue.harness import POOL, Queue, ids_of, new_job
 from redis.asyncio import Redis
 
-from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.errors import NotFoundError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Priority
-from penstock.contract.job_actions import pause_names
+from penstock.contract.pauses import pause_names
+from penstock.queue import keys
+from penstock.queue.broker.producer import Submission
 from penstock.queue.broker.steering import Steering
 
 POLICIES = ("fcfs", "priority", "sjf", "fair")
@@ -84,3 +88,68 @@ async def test_wrong_pauses_are_refused(queue: Queue, redis: Redis) -> None:
     with pytest.raises(RequestError) as caught:
         pause_names("acme", Priority.BATCH, None)
     assert caught.value.param == "tenant"
+
+
+async def waiting_since(queue: Queue, ms_ago: int, **fields: Any) -> str:
+    """Return a queued job that was submitted so long ago."""
+    job_id = await queue.submit(**fields)
+    await queue.change(job_id, submitted=await queue.now_ms() - ms_ago)
+    return job_id
+
+
+@pytest.mark.parametrize("names", [["pool"], ["level:1"], ["tenant:acme"]])
+async def test_callers_are_told_of_a_pause_once_they_have_waited_for_as_long_as_they_accept(
+    queue: Queue, redis: Redis, names: list[str]
+) -> None:
+    await queue.node(max_wait_ms=60_000, max_wait_ms_batch=1_000)
+    over = [
+        await waiting_since(queue, 61_000, tenant="acme"),
+        await waiting_since(queue, 3_000, tenant="acme", max_wait_ms=2_000),
+    ]
+    waiting = [
+        await waiting_since(queue, 50_000, tenant="acme"),
+        await waiting_since(queue, 61_000, tenant="acme", max_wait_ms=100_000),
+        await waiting_since(queue, 61_000, tenant="acme", background=True),
+    ]
+    patient = (await queue.producer.submit(Submission(new_job(tenant="acme"), 10, waits=True))).job_id
+    await queue.change(patient, submitted=1)
+    other = await waiting_since(queue, 61_000, tenant="rival", priority=Priority.BATCH)
+    await queue.sweep()
+    assert {await queue.state(one) for one in (*over, *waiting, patient, other)} == {"queued"}
+    await Steering(redis).pause(POOL, names, on=True)
+    await queue.sweep()
+    for job_id in over:
+        outcome = (await queue.producer.status(job_id, "acme")).outcome
+        assert outcome is not None
+        assert (outcome.state, outcome.code) == ("failed", "pool_paused")
+        assert isinstance(error_of(outcome), UnavailableError)
+    assert {await queue.state(one) for one in (*waiting, patient)} == {"queued"}
+    assert await queue.state(other) == ("failed" if names == ["pool"] else "queued")
+
+
+async def test_jobs_that_wait_for_longer_hide_no_caller(queue: Queue, redis: Redis) -> None:
+    await queue.node()
+    for _ in range(150):
+        await waiting_since(queue, 50_000, max_wait_ms=3_600_000)
+    late = await waiting_since(queue, 61_000)
+    await redis.zadd(keys.waiting(POOL, 1), {late: await queue.now_ms()})
+    await Steering(redis).pause(POOL, ["pool"], on=True)
+    for _ in range(8):
+        await queue.sweep()
+        if await queue.state(late) == "failed":
+            break
+        await redis.hincrby(keys.config(POOL), "ahead_ms", 1000)  # type: ignore[misc]
+    assert await queue.state(late) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("names", "left"), [(["pool"], [0, 0, 0]), (["level:1"], [0, 0, 1]), (["tenant:acme"], [0, 1, 1])]
+)
+async def test_what_is_paused_counts_as_no_work_that_waits(
+    queue: Queue, redis: Redis, names: list[str], left: list[int]
+) -> None:
+    node = await queue.node()
+    for tenant, priority in (("acme", 1), ("rival", 1), ("rival", 2)):
+        await queue.submit(tenant=tenant, priority=Priority(priority))
+    await Steering(redis).pause(POOL, names, on=True)
+    assert list((await node.take(slots=0)).depth[:3]) == left

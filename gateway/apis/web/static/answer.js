@@ -235,9 +235,10 @@ export function inputOf(turns, isText = false) {
   return items;
 }
 
-function waitingWords({ type, position, estimated_wait_ms: wait, processed, total }) {
+function waitingWords({ type, position, estimated_wait_ms: wait, paused, processed, total }) {
   if (type === "penstock:prompt_progress") return `Reading the prompt: ${number(processed)} of ${number(total)} tokens`;
   if (!position) return "A node has the request";
+  if (paused) return `Waiting in the queue: position ${position}; the ${paused} is paused`;
   return `Waiting in the queue: position ${position}${wait == null ? "" : `, about ${duration(wait)}`}`;
 }
 

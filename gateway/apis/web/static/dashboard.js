@@ -103,6 +103,7 @@ class PoolView {
       running: new LineChart("Running jobs", WINDOW_MS),
       queued: new LineChart("Queued jobs", WINDOW_MS),
     };
+    this.paused = el("p", { className: "badge warn", hidden: true });
     this.nodeList = el("div", { className: "nodes" });
     this.more = el("p", { className: "hint" });
     this.times = el("div");
@@ -111,7 +112,7 @@ class PoolView {
     this.tenants = el("div");
     this.events = new EventList();
     this.element = el("section", { className: "pool" },
-      el("h2", {}, model, " ", el("span", { className: "hint" }, pool === model ? "" : `pool ${pool}`)), this.tiles,
+      el("h2", {}, model, " ", el("span", { className: "hint" }, pool === model ? "" : `pool ${pool}`)), this.paused, this.tiles,
       el("div", { className: "charts" }, ...Object.values(this.charts).map((chart) => chart.element)),
       el("h3", {}, "Nodes and their KV blocks"), legend(), this.nodeList, this.more,
       el("div", { className: "columns" },
@@ -129,6 +130,8 @@ class PoolView {
     this.charts.in.draw(this.history.rates("tokensIn"));
     this.charts.running.draw(this.history.values("running"));
     this.charts.queued.draw(this.history.values("queued"));
+    this.paused.hidden = !pool.paused.length;
+    this.paused.textContent = `Paused: ${pool.paused.join(", ")}`;
     this.showTiles(pool);
     this.showNodes(pool);
     this.showTables(pool);
@@ -236,6 +239,7 @@ class NodeView {
     this.load.textContent = [
       `${count(node.num_jobs, "job")} running`,
       `${number(node.num_running)} of ${count(node.max_num_seqs, "sequence")} in the batch, ${number(node.num_waiting)} waiting`,
+      node.num_held_back ? `${number(node.num_held_back)} of them held back for chats` : "",
       `step ${duration(node.step_ms_p50)}`,
       node.state_slots_total ? `${number(node.state_slots_total - node.state_slots_free)} of ${count(node.state_slots_total, "state slot")} held, ${count(node.state_snapshots, "snapshot")}, ${count(node.state_hits, "hit")}, ${number(node.state_evictions)} evicted` : "",
       node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,

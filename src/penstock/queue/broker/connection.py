@@ -38,6 +38,10 @@ from penstock.runtime.redis_url import NO_CLUSTER, sentinel_url_of
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+LEAST_PAUSE_S = 0.1
+"""The least pause of a call that others wake, where its own would be longer."""
+PROBE_S = 0.4
+"""The longest pause of one of the calls that wait, so that all of them soon notice that Redis is back."""
 MAX_CALLS = 64
 """Concurrent calls of one client: after an outage, all streams call at once."""
 
@@ -55,12 +59,16 @@ def pauses() -> Iterator[float]:
 
 
 async def with_retries(
-    call: Callable[[], Awaitable[T]], outage_s: float, *, before_retry: Callable[[], None] = lambda: None
+    call: Callable[[], Awaitable[T]],
+    outage_s: float,
+    *,
+    before_retry: Callable[[], None] = lambda: None,
+    wait: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
     """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
 
-    `call` must be idempotent. Raises UnavailableError after that time, NotConfirmedError at once, and what
-    `before_retry` raises.
+    `call` must be idempotent. `wait` waits for a pause, or less. Raises UnavailableError after that time,
+    NotConfirmedError at once, and what `before_retry` raises.
     """
     clock = asyncio.get_running_loop().time
     give_up_s = clock() + outage_s
@@ -74,12 +82,14 @@ async def with_retries(
             pause_s = next(waits)
             if clock() + pause_s > give_up_s:
                 raise
-        await asyncio.sleep(pause_s)
+        await wait(pause_s)
         before_retry()
 
 
 class Patience:
     """How long the calls of one client are retried while Redis is unreachable, and how many may run at once.
+
+    One of the calls that wait tries often. Once any call has reached Redis, all of them try again.
 
     The client gives it to its brokers, and sets `is_open` while it is connected.
     """
@@ -87,6 +97,8 @@ class Patience:
     def __init__(self, outage_s: float) -> None:
         self._outage_s = outage_s
         self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._num_waiting, self._has_probe = 0, False
+        self._is_back = asyncio.Event()
         self._is_open = False
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which the client connected: its tasks and connections live there only."""
@@ -125,7 +137,13 @@ class Patience:
         else:
             await self._slots.acquire()  # a slot is free, so this does not wait
         try:
-            return await with_retries(request, give_up_s - clock(), before_retry=self.require_open)
+            answer = await with_retries(
+                request, give_up_s - clock(), before_retry=self.require_open, wait=self._wait_for_redis
+            )
+            if self._num_waiting:
+                self._is_back.set()
+                self._is_back = asyncio.Event()
+            return answer
         finally:
             self._slots.release()
 
@@ -139,6 +157,22 @@ class Patience:
                 "(`async with AsyncClient() as client`); penstock.Client serves all threads and loops"
             )
             raise UnavailableError(message, code="client_closed")
+
+    async def _wait_for_redis(self, pause_s: float) -> None:
+        """Wait for a pause, or until another call has reached Redis."""
+        probes, is_back = not self._has_probe, self._is_back
+        self._has_probe, self._num_waiting = True, self._num_waiting + 1
+        try:
+            least_s = min(pause_s, random.uniform(0.5, 1) * LEAST_PAUSE_S)
+            most_s = min(pause_s, random.uniform(0.5, 1) * PROBE_S) if probes else pause_s
+            # Also a call that Redis itself refuses for a while must not try as often as others succeed.
+            await asyncio.sleep(least_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, most_s - least_s)):
+                    await is_back.wait()
+        finally:
+            self._num_waiting -= 1
+            self._has_probe = self._has_probe and not probes
 
     async def _wait_for_slot(self, give_up_s: float) -> None:
         try:

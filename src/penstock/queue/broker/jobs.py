@@ -22,6 +22,7 @@ from penstock.contract.output import (
     LeaseEnd,
     Outcome,
     PastLease,
+    PausedKind,
     QueuePosition,
     Usage,
     shown_state,
@@ -262,6 +263,8 @@ class JobWait:
     ahead: Ahead | None
     is_background: bool = False
     is_taken: bool = False
+    paused: PausedKind | None = None
+    """What is paused, so that no node takes the job."""
 
 
 class QueuePositions:
@@ -282,13 +285,16 @@ class QueuePositions:
         return [_wait_of(counts, costs, *of_job) for of_job in zip(*of_jobs, strict=True)]
 
 
-def _wait_of(counts: Sequence[int], costs: Sequence[int], level: int, older: int, fair_cost: int) -> JobWait | None:
+def _wait_of(
+    counts: Sequence[int], costs: Sequence[int], level: int, older: int, fair_cost: int, paused: bytes
+) -> JobWait | None:
     if older < 0:
         return JobWait(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
     own_level = fair_cost if fair_cost >= 0 else costs[level] * older / max(1, counts[level])
     ahead = [*costs[:level], own_level]
     by_kind = sum(ahead[:NUM_PRIORITIES]), sum(ahead[NUM_PRIORITIES:])
-    return JobWait(Ahead(sum(counts[:level]) + older, *by_kind), is_background(level))
+    kind = cast(PausedKind, paused.decode()) if paused else None
+    return JobWait(Ahead(sum(counts[:level]) + older, *by_kind), is_background(level), paused=kind)
 
 
 # The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes

@@ -24,8 +24,8 @@ TYPES = {
         "set": "open running tenant",
         "stream": "queue untold",
         "string": "audit idem last_take left metadata record request response result virtual_clock",
-        "zset": "awaiting bulks dead_letters deadlines debt delayed events expiry free jobs nodes readers requeued "
-        "revisions tagged tasks virtual_time waiting",
+        "zset": "awaiting bulks dead_letters deadlines debt delayed events expiry free jobs node_events nodes readers "
+        "requeued revisions tagged tasks virtual_time waiting",
     }.items()
     for name in names.split()
 }

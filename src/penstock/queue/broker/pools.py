@@ -17,6 +17,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from penstock.contract.fields import NAME_PATTERN
+from penstock.contract.pauses import Pause
 from penstock.contract.pool import (
     EVENTS,
     LiveNode,
@@ -49,6 +50,7 @@ MAX_SCANNED = 10_000
 _SCAN_COUNT = 1000
 _MAX_LOGGED = 100
 _NAME = re.compile(NAME_PATTERN)
+_LEVEL_NAMES = tuple(map(str, range(NUM_LEVELS)))
 _WRITE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """HSET behind a free write. A full Redis refuses a plain HSET, but a full Redis needs new nodes most."""
 
@@ -255,6 +257,7 @@ class StatsBroker:
             unless_wrong_type(redis.hgetall(keys.paused(pool)), {}),
             self._queue.read(pool),
         )
+        paused = tuple(pauses_of(pool, pauses))
         now_ms = pool_ms(time, ahead_ms)
         nodes, of_running = [], sums_of(reserved)
         for node, heartbeat_ms in heartbeats:
@@ -264,21 +267,35 @@ class StatsBroker:
                     nodes.append(wire.decode_pressure(records[node]))
         return now_ms, PoolStats(
             pool,
-            queue_state(waiting, cost, counts, nodes),
+            queue_state(waiting, cost, counts, nodes, paused),
             num_open,
             {event: whole(counts.get(event.encode())) for event in EVENTS},
             tuple(nodes),
             {tenant: size + of_running.get(tenant, 0) for tenant, size in sums_of(stored).items()},
-            _paused_ms(pauses, now_ms),
+            _paused_ms(paused, now_ms),
+            paused,
         )
 
 
-def _paused_ms(pauses: Mapping[bytes, bytes], now_ms: int) -> dict[str, int]:
+def pauses_of(pool: str, found: Mapping[bytes, bytes]) -> list[Pause]:
+    """Return the pauses of a pool from P:paused. What pauses nothing is left out; a damaged time is shown as 0."""
+    pauses = []
+    for name, since_ms in sorted(found.items()):
+        kind, _, what = name.decode(errors="replace").partition(":")
+        if kind == "pool" and not what:
+            pauses.append(Pause(pool, whole(since_ms), None, None))
+        elif kind == "tenant" and _NAME.fullmatch(what):
+            pauses.append(Pause(pool, whole(since_ms), what, None))
+        elif kind == "level" and what in _LEVEL_NAMES:
+            pauses.append(Pause(pool, whole(since_ms), None, int(what)))
+    return pauses
+
+
+def _paused_ms(pauses: Sequence[Pause], now_ms: int) -> dict[str, int]:
     oldest = dict[str, int]()
-    for name, since_ms in pauses.items():
-        kind = {b"pool": "pool", b"level": "class", b"tenant": "tenant"}.get(name.partition(b":")[0])
-        if kind is not None and (since := whole(since_ms)):
-            oldest[kind] = max(oldest.get(kind, 0), now_ms - since)
+    for pause in pauses:
+        if pause.since_ms:
+            oldest[pause.kind] = max(oldest.get(pause.kind, 0), now_ms - pause.since_ms)
     return oldest
 
 
@@ -315,8 +332,8 @@ MAX_TENANTS = 8
 """Tenants of a pool whose queued jobs are counted, those that wait for the most KV tokens first."""
 MAX_TENANTS_READ = 1000
 """Waiting tenants of which these are chosen. Redis may return a few more."""
-MAX_EVENTS = 50
-"""Newest events of a pool that are read."""
+MAX_EVENTS, MAX_NODE_EVENTS = 50, 25
+"""Newest events of a pool that are shown, and those of nodes for which events of jobs leave place."""
 _ABSENT = "-"
 _EVENT_NAMES = 5
 _LEVELS = range(NUM_LEVELS)
@@ -339,36 +356,40 @@ class ActivityBroker:
     async def _of(self, pool: str) -> PoolActivity:
         (
             (waiting, cost),
-            (time, (lease_ms, ahead_ms), counts, heartbeats, records, events, *by_kind),
+            (time, (lease_ms, ahead_ms), counts, heartbeats, records, of_nodes, of_jobs, pauses, *by_kind),
         ) = await asyncio.gather(self._queue.read(pool), self._facts_of(pool))
         costs = Counter[str]()
         for _, of_kind in by_kind:
             costs.update(sums_of(of_kind))
         now_ms = pool_ms(time, ahead_ms)
         nodes = _live_nodes(heartbeats, records, now_ms, whole(lease_ms, LEASE_MS if lease_ms else 0))
+        paused = tuple(pauses_of(pool, pauses))
         return PoolActivity(
             pool,
-            queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),
+            queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes], paused),
             queued_of_tenants=await self._queued_of_tenants(pool, costs),
             counts={event: whole(counts.get(event.encode())) for event in EVENTS},
             nodes=tuple(nodes),
-            events=tuple(event for event in map(_event_of, reversed(events)) if event is not None),
+            events=_events_of(of_nodes, of_jobs),
             now_ms=now_ms,
+            pauses=paused,
         )
 
     async def _facts_of(self, pool: str) -> list[Any]:
-        """Return time, CLOCK_FIELDS, counts, heartbeats, pressure records, events, and queued costs by tenant."""
+        """Return time, CLOCK_FIELDS, counts, heartbeats, pressure, both kinds of events, P:paused, costs by tenant."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.hmget(keys.config(pool), CLOCK_FIELDS)
             pipe.hgetall(keys.counts(pool))
             pipe.zrange(keys.nodes(pool), 0, -1, withscores=True)
             pipe.hgetall(keys.pressure(pool))
+            pipe.zrevrange(keys.events(pool, "node_"), 0, MAX_EVENTS - 1)
             pipe.zrevrange(keys.events(pool), 0, MAX_EVENTS - 1)
+            pipe.hgetall(keys.paused(pool))
             pipe.hscan(keys.queued(pool), 0, count=MAX_TENANTS_READ)
             pipe.hscan(keys.queued_background(pool), 0, count=MAX_TENANTS_READ)
             found = await executed(pipe)
-        empty: list[Any] = [None, (None, None), {}, [], {}, [], (0, {}), (0, {})]
+        empty: list[Any] = [None, (None, None), {}, [], {}, [], [], {}, (0, {}), (0, {})]
         return [of if one is None else one for one, of in zip(found, empty, strict=True)]
 
     async def _queued_of_tenants(self, pool: str, costs: Mapping[str, int]) -> dict[str, int]:
@@ -397,6 +418,14 @@ def _live_nodes(
                 silent_ms = max(0, now_ms - int(min(heartbeat_ms, now_ms)))
                 nodes.append(LiveNode(wire.decode_pressure(records[node]), silent_ms))
     return nodes
+
+
+def _events_of(of_nodes: Sequence[bytes], of_jobs: Sequence[bytes]) -> tuple[PoolEvent, ...]:
+    """Return the newest events, oldest first, of members that are sorted the newest first."""
+    jobs = of_jobs[: MAX_EVENTS - min(MAX_NODE_EVENTS, len(of_nodes))]
+    members = (*reversed(of_nodes[: MAX_EVENTS - len(jobs)]), *reversed(jobs))
+    found = [event for event in map(_event_of, members) if event is not None]
+    return tuple(sorted(found, key=lambda event: event.at_ms))
 
 
 def _event_of(member: bytes) -> PoolEvent | None:

@@ -37,7 +37,7 @@ from penstock.queue.broker.jobs import (
     times_ms_of,
 )
 from penstock.queue.broker.jobs import JobStatus as JobStatus
-from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
+from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, pauses_of, with_allowed_names
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.broker.submitting import Attached as Attached
 from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_conflict
@@ -321,26 +321,28 @@ class ProducerBroker:
 
     @retried
     async def pressure(self, pool: str) -> PoolPressure:
-        """Return the input of admission: the pressure records of all live nodes, and jobs and cost queued per level.
+        """Return the input of admission: records of all live nodes, jobs and cost queued per level, and pauses.
 
         A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """
         with translated():
             redis = cast(Any, self._redis)
             no_costs = [None] * NUM_LEVELS
-            time, clock, heartbeats, records, backlog, *num_queued = await asyncio.gather(
+            time, clock, heartbeats, records, backlog, pauses, *num_queued = await asyncio.gather(
                 redis.time(),
                 redis.hmget(keys.config(pool), CLOCK_FIELDS),
                 unless_wrong_type(redis.zrange(keys.nodes(pool), 0, -1, withscores=True), []),
                 unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
                 unless_wrong_type(redis.hmget(keys.backlog(pool), [*map(str, range(NUM_LEVELS))]), no_costs),
+                unless_wrong_type(redis.hgetall(keys.paused(pool)), {}),
                 *(unless_wrong_type(redis.zcard(keys.waiting(pool, level)), 0) for level in range(NUM_LEVELS)),
             )
         alive_since_ms = self._alive_since_ms(pool, time, *clock)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(whole, backlog)), tuple(num_queued))
+        nodes, paused = tuple(self._pressures(pool, alive)), tuple(pauses_of(pool, pauses))
+        return PoolPressure(nodes, tuple(map(whole, backlog)), tuple(num_queued), paused)
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
         return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))
@@ -401,7 +403,9 @@ class ProducerBroker:
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
         events = (
-            [] if is_alive else await unless_wrong_type(redis.zrevrange(keys.events(pool), 0, 0, withscores=True), [])
+            []
+            if is_alive
+            else await unless_wrong_type(redis.zrevrange(keys.events(pool, "node_"), 0, 0, withscores=True), [])
         )
         now_ms, known = pool_ms(time, clock[1]), [at_ms for _, at_ms in (*heartbeats, *events)]
         last_ms = max(record.created_s * 1000, *(int(min(at_ms, now_ms)) for at_ms in known if at_ms >= 0), 0)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
+from penstock.contract.pauses import Pause
 from penstock.contract.pool import NO_JOBS, NodePressure, QueueState, WaitingJobs, WaitState
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.queue import keys
@@ -129,19 +130,25 @@ def _first_of(key: str) -> Command:
 
 
 def queue_state(
-    waiting: Waiting, cost: PerLevel, counts: Mapping[bytes, bytes], nodes: Sequence[NodePressure]
+    waiting: Waiting,
+    cost: PerLevel,
+    counts: Mapping[bytes, bytes],
+    nodes: Sequence[NodePressure],
+    pauses: Sequence[Pause] = (),
 ) -> QueueState:
     """Return the state of a pool's queue. `counts` is P:counts, `nodes` are the live nodes."""
     engine_ms = tuple(_sums(node.recent_engine_ms for node in nodes))
     whole_ms = sum(engine_ms)
-    kinds = (cost[:NUM_PRIORITIES], cost[NUM_PRIORITIES:])
-    foreground, background = map(sum, kinds)
+    held_back = {pause.level for pause in pauses}
+    to_do = [0 if level in held_back else of_level for level, of_level in enumerate(cost)]
+    foreground, background = sum(to_do[:NUM_PRIORITIES]), sum(to_do[NUM_PRIORITIES:])
+    is_paused = any(pause.kind == "pool" for pause in pauses)
     return QueueState(
         waiting=waiting,
         running=tuple(int(number) for number in _sums(node.jobs_by_level for node in nodes)),
         cost=cost,
         expired=tuple(whole(counts.get(b"expired_level_%d" % level)) for level in _LEVELS),
-        backlog_s=(drain_s(nodes, foreground), drain_s(nodes, 0, background)),
+        backlog_s=(None, None) if is_paused else (drain_s(nodes, foreground), drain_s(nodes, 0, background)),
         engine_shares=tuple(ms / whole_ms for ms in engine_ms) if whole_ms > 0 else None,
     )
 

@@ -24,7 +24,19 @@ _LOG = logging.getLogger(__package__)
 Argument = bytes | str | int | float
 
 _WITHOUT_QUEUE = frozenset(
-    ("attach", "declare", "detach", "emit", "join", "leave", "positions", "reader_heartbeat", "untold", "webhooks")
+    (
+        "attach",
+        "declare",
+        "detach",
+        "emit",
+        "join",
+        "leave",
+        "positions",
+        "reader_heartbeat",
+        "schedules",
+        "untold",
+        "webhooks",
+    )
 )
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
 _WITHOUT_POOL = frozenset(("files",))

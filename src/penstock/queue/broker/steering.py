@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,15 +11,14 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, DamagedRecordError, NotFoundError
-from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.job import pool_of
-from penstock.contract.job_actions import BulkReport, JobChange, JobFilter, Pause, change_error
-from penstock.contract.priority import NUM_LEVELS
+from penstock.contract.job_actions import BulkReport, JobChange, JobFilter, change_error
+from penstock.contract.pauses import Pause
 from penstock.contract.tenant import Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
-from penstock.queue.broker.pools import pool_names
+from penstock.queue.broker.pools import pauses_of, pool_names
 from penstock.queue.record_fields import RecordFields, executed, is_text, whole
 from penstock.queue.wire import Request
 
@@ -30,7 +28,6 @@ MAX_STEP_JOBS = 8
 LEASE_MS = 10_000
 """Milliseconds for which a process may continue a bulk action after its last step."""
 _BUSY_RETRY_MS = 5_000
-_LEVELS = tuple(map(str, range(NUM_LEVELS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +208,7 @@ class Steering:
             raise NotFoundError(f"no pool {pool[:69]}", code="model_not_found", param="pool")
         if answer[0] == b"TOO_MANY":
             raise BusyError(f"pool {pool} has too many pauses", retry_after_ms=_BUSY_RETRY_MS)
-        return _pauses_of(pool, _fields_of(answer[1]))
+        return pauses_of(pool, _fields_of(answer[1]))
 
     @retried
     async def paused(self, pools: Sequence[str]) -> list[Pause]:
@@ -222,7 +219,7 @@ class Steering:
                     pipe.hgetall(keys.paused(pool))
                 found = await executed(pipe, default={})
         parts = zip(pools, found, strict=True)
-        return [pause for pool, fields in parts for pause in _pauses_of(pool, fields)]
+        return [pause for pool, fields in parts for pause in pauses_of(pool, fields)]
 
 
 def report_of(bulk_id: str, found: Sequence[BulkPart], tenant: str | None) -> BulkReport:
@@ -290,17 +287,3 @@ def _part_of(bulk_id: str, found: Mapping[bytes, bytes]) -> BulkPart:
 
 def _fields_of(answer: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(answer[::2], answer[1::2], strict=True))
-
-
-def _pauses_of(pool: str, found: Mapping[bytes, bytes]) -> list[Pause]:
-    """Return the pauses of a pool. A name that pauses nothing is left out; a damaged time is shown as 0."""
-    pauses = []
-    for name, since_ms in sorted(found.items()):
-        kind, _, what = name.decode(errors="replace").partition(":")
-        if kind == "pool" and not what:
-            pauses.append(Pause(pool, whole(since_ms), None, None))
-        elif kind == "tenant" and re.fullmatch(NAME_PATTERN, what):
-            pauses.append(Pause(pool, whole(since_ms), what, None))
-        elif kind == "level" and what in _LEVELS:
-            pauses.append(Pause(pool, whole(since_ms), None, int(what)))
-    return pauses

@@ -145,6 +145,8 @@ class Submission:
     """What the answer waits for: Redis, its disk, or a replica."""
     model: str = ""
     """The name under which the caller asked for the model. Lists of jobs show it."""
+    waits: bool = False
+    """Whether the caller of foreground work lets it wait for a node and for the end of a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "most_tokens": rate and rate.may_use,
         "limits": None if None in limits else "{} {}".format(*limits),
         "max_wait_ms": job.max_wait_ms,
+        "waits": 1 if submission.waits and not job.background else None,
         "in_feed": None if job.in_feed else 0,
         "ttl_in_ms": job.ttl_ms or None,
         "tags": " ".join(job.tags),

@@ -16,7 +16,7 @@ for _, tenant in ipairs(redis.call('ZRANGE', P .. ':ended', 0, -1)) do redis.cal
 for _, name in ipairs({'record', 'nodes', 'revisions', 'free', 'left', 'pressure', 'paces', 'adapters', 'reservations',
   'head_served', 'background_turns', 'delayed', 'deadlines', 'tasks', 'tenant_tasks', 'backlog', 'queued',
   'queued_background', 'stored', 'reserved', 'may_use', 'awaiting', 'lengths', 'expiry', 'readers', 'seats', 'sweep',
-  'counts', 'events', 'audit', 'dead_letters', 'paused', 'bulks', 'ended', 'ended_before', 'untold', 'untold_sizes'}) do
+  'counts', 'events', 'node_events', 'audit', 'dead_letters', 'paused', 'bulks', 'ended', 'ended_before', 'untold', 'untold_sizes'}) do
   redis.call('DEL', P .. ':' .. name)
 end
 for level = 0, LEVELS - 1 do

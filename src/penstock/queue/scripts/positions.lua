@@ -1,9 +1,11 @@
 -- positions: the positions of jobs in the queue, by level and age. It writes nothing.
 -- ARGV: msgpack of [id…], as many as MAX_POSITIONS of broker/jobs.py.
--- Answer: {number of queued jobs per level, their cost, level of each job, ahead of each job, fair cost of each job}
+-- Answer: {number of queued jobs per level, their cost, level of each job, ahead of each job, fair cost of each job,
+--   what is paused of each job}
 --   ahead: the older queued jobs of its level. TAKEN: a node has the job, which has no token yet. DELAYED_JOB: its time
 --   has not come. GONE: it has tokens and runs, has ended, or is unknown.
 --   fair cost: under `fair` and `round_robin`, the cost of its level's jobs that start before it; otherwise -1.
+--   paused: `pool`, `class` or `tenant`, the widest pause that holds the job back; '' without one.
 local TAKEN, DELAYED_JOB, GONE = -1, -2, -3
 local MAX_COUNTED, MAX_TENANTS = 16, 128
 
@@ -71,11 +73,23 @@ local function fair_cost_of(id, level)
   return math.floor(math.min(sum, costs[level + 1]))
 end
 
+local names = {}
+for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do names[name] = true end
+
+local function paused_of(id, level)
+  if names.pool then return 'pool' end
+  if names['level:' .. level] then return 'class' end
+  local tenant = next(names) and redis.call('HGET', job_key(id), 'tenant')
+  return tenant and names['tenant:' .. tenant] and 'tenant' or ''
+end
+
+local paused = {}
 local is_fair, fair_costs = in_turns or policy == 'fair', {}
 for i, id in ipairs(cmsgpack.unpack(ARGV[1])) do
   levels[i], ahead[i] = place_of(id)
   local is_known, cost = is_fair and ahead[i] >= 0, nil
   if is_known then is_known, cost = pcall(fair_cost_of, id, levels[i]) end
   fair_costs[i] = is_known and cost or -1
+  paused[i] = ahead[i] >= 0 and paused_of(id, levels[i]) or ''
 end
-return {counts, costs, levels, ahead, fair_costs}
+return {counts, costs, levels, ahead, fair_costs, paused}

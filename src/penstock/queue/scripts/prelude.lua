@@ -13,7 +13,7 @@
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge;
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
---   webhooks deleted model words stopped_by
+--   webhooks deleted model words stopped_by max_wait
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
 -- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
@@ -49,6 +49,7 @@
 -- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces. model, words: the
 -- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs. stopped_by: the bulk
 -- action that asked the job to stop while a node ran it.
+-- max_wait: ms for which the caller of foreground work waits for the end of a pause, if not the pool's; 0: without end.
 
 -- queue.lua replaces it for its scripts. `sure` is for commands that fail for no key's type: of strings that they replace,
 -- of lives, messages and deletions, and of a key that the script has read.
@@ -218,12 +219,19 @@ local function count_event(event, by)
   redis.call('HINCRBY', P .. ':counts', event, by or 1)
 end
 
--- Adds to the newest events of nodes and jobs that operators see; only for rare events, and after a free write (see
--- above). `fields`: kind, node, job, from, why; '-' for an absent one.
-local function note_event(now, ...)
+-- Adds to the newest events of nodes, or to those of jobs, which operators see; only for rare events, and after a free
+-- write (see above). Apart, because a lost node may move many jobs. `fields`: kind, node, job, from, why; '-' for an
+-- absent one.
+local function note_event(now, kind, ...)
   local MAX_EVENTS = 256
-  redis.call('ZADD', P .. ':events', now, table.concat({string.format('%d', now), ...}, ' '))
-  redis.call('ZREMRANGEBYRANK', P .. ':events', 0, -MAX_EVENTS - 1)
+  local event = table.concat({string.format('%d', now), kind, ...}, ' ')
+  if string.sub(kind, 1, 5) == 'node_' then
+    redis.call('ZADD', P .. ':node_events', now, event)
+    redis.call('ZREMRANGEBYRANK', P .. ':node_events', 0, -MAX_EVENTS - 1)
+  else
+    redis.call('ZADD', P .. ':events', now, event)
+    redis.call('ZREMRANGEBYRANK', P .. ':events', 0, -MAX_EVENTS - 1)
+  end
 end
 
 -- Whether `name` is in the list `names`, which is separated by spaces.

@@ -13,6 +13,7 @@
 --   token rate. Without rate_prompt the cost counts. most_tokens: the most that the job may use; absent: the cost.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; absent: that of its class or
 --   its pool.
+--   waits: 1 for foreground work that waits for the end of a pause; absent for other jobs.
 --   channel, needs_reader, limits, model, words: the job's fields of these names (prelude.lua).
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON. retry_of: the uuid of the job's id that it repeats.
@@ -519,6 +520,7 @@ local function write_record(job, entry, is_delayed)
   if terms.memory_percent > 0 then add('memory_percent', terms.memory_percent) end
   if terms.account ~= '' then add('account', terms.account) end
   if job.limits ~= '' then add('limits', job.limits) end
+  if job.waits or job.max_wait_ms then add('max_wait', job.waits and 0 or job.max_wait_ms) end
   if job.begun_deadline then add('begun_deadline', job.begun_deadline) end
   if entry == DELAYED then add('accepted', now) end
   if job.retry_of ~= '' then add('retry_of', job.retry_of) end

@@ -1,5 +1,6 @@
--- sweep: find nodes without a heartbeat, requeue their jobs, end jobs past their deadline, and queue delayed jobs that
--- are due. Every process calls it; it runs at most once per lease_ms / 15.
+-- sweep: find nodes without a heartbeat, requeue their jobs, end jobs past their deadline and those whose callers wait no
+-- longer for the end of a pause, and queue delayed jobs that are due. Every process calls it; it runs at most once per
+-- lease_ms / 15.
 -- If the last run is missing, too old or in the future, Redis was unreachable or its clock jumped, and heartbeats may
 -- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now, and corrects the
 -- pool's clock (RESET): it goes on from what the caller knows. A caller that knows nothing first waits for one that does
@@ -89,6 +90,43 @@ local function trim_completions(tenant)
   redis.call('ZADD', P .. ':ended', math.max(next_ms, now + TRIM_EVERY_MS), tenant)
 end
 
+-- The caller of foreground work that a pause holds back is told so once it has waited for as long as it accepts. The wait
+-- of a job that a node had before counts from the pause on. Each call looks at the oldest jobs of a level, and at others in
+-- turn, because the oldest ones may wait for longer.
+local function end_paused()
+  local MAX_LOOKED_AT, MAX_WAIT_MS = 64, 60000
+  local since = {}
+  local found = redis.call('HGETALL', P .. ':paused')
+  for at = 1, #found, 2 do since[found[at]] = whole(found[at + 1]) or now end
+  if not next(since) then return end
+  local of_pool = redis.call('HMGET', KEYS[1], 'max_wait_ms_interactive', 'max_wait_ms_standard', 'max_wait_ms_batch',
+    'max_wait_ms')
+
+  local function end_if_too_late(id, level)
+    local tenant, submitted, own, revision = unpack(redis.call('HMGET', job_key(id), 'tenant', 'submitted', 'max_wait',
+      'revision'))
+    local paused = since.pool or since['level:' .. level] or since['tenant:' .. (tenant or '')]
+    local most = whole(own) or whole(of_pool[level + 1]) or whole(of_pool[4]) or MAX_WAIT_MS
+    local from = math.max(whole(submitted) or now, (revision or '') ~= '' and paused or 0)
+    if not paused or most == 0 or now - from < most then return end
+    local job = listed_job(id, nil, {state = 'queued', level = tostring(level)})
+    if job then
+      end_job(job, config, now, 'failed', 'pool_paused', 'an operator has paused what the job waits for', '')
+    end
+  end
+
+  for level = 0, CLASSES - 1 do
+    local waiting = P .. ':waiting:' .. level
+    local num_turns = math.ceil(redis.call('ZCARD', waiting) / MAX_LOOKED_AT)
+    local turn = num_turns > 1 and math.floor(now / 1000) % num_turns or 0
+    for _, at in ipairs(turn > 0 and {turn, 0} or {0}) do
+      for _, id in ipairs(redis.call('ZRANGE', waiting, at * MAX_LOOKED_AT, (at + 1) * MAX_LOOKED_AT - 1)) do
+        end_if_too_late(id, level)
+      end
+    end
+  end
+end
+
 local nodes_lost = {}
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
@@ -106,6 +144,7 @@ for _, dead in ipairs(lost) do
   end
 end
 for _, job in ipairs(due) do end_if_over(job, config, now) end
+end_paused()
 release_delayed(config, now)
 token_limit.release_waiting(config, now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))

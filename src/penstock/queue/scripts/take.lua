@@ -17,7 +17,8 @@
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, level,
 --   waited_ms, taken_at}. urgency is the level that the job counts as. waited_ms: time since its submission. taken_at:
 --   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
---   depth: jobs still queued per level. again_in_ms: when a job may become available, 0 if unknown.
+--   depth: jobs still queued per level, without those that a pause holds back.
+--   again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 --
 -- Skipped: some jobs are not for the node that takes: those with tokens of another revision, those that it gave back lately
@@ -56,9 +57,41 @@ local policy = config.policy
 local num_held = redis.call('SCARD', P .. ':running:' .. node)
 local num_nodes = redis.call('ZCARD', P .. ':nodes')
 
+-- Pauses: no job of the paused pool, levels and tenants is handed out (pause.lua).
+local paused = {levels = {}, tenants = {}, num_tenants = 0, is_any = false}
+for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do
+  local kind, what = string.match(name, '^(%a+):(.*)$')
+  paused.of_pool = paused.of_pool or name == 'pool'
+  paused.is_any = paused.is_any or kind == 'level' or kind == 'tenant'
+  if kind == 'level' then
+    paused.levels[what] = true
+  elseif kind == 'tenant' then
+    paused.tenants[what], paused.num_tenants = true, paused.num_tenants + 1
+  end
+end
+
+function paused.has(job) return paused.levels[tostring(job.level)] or paused.tenants[job.tenant] or false end
+
+-- How many jobs of paused tenants wait in a level. Of very many such tenants, the jobs of some count as not paused.
+function paused.num_of_tenants(level)
+  local MAX_COUNTED = 32
+  local num_jobs, num_tenants = 0, 0
+  for tenant in pairs(paused.tenants) do
+    local of_tenant = {level = level, tenant = tenant}
+    num_tenants = num_tenants + 1
+    if num_tenants > MAX_COUNTED then break end
+    num_jobs = num_jobs + redis.call('XLEN', queue_key(of_tenant)) + redis.call('ZCARD', requeued_key(of_tenant))
+  end
+  return num_jobs
+end
+
 local function depths()
   local depth = {}
-  for level = 0, LEAST_URGENT do depth[level + 1] = redis.call('ZCARD', P .. ':waiting:' .. level) end
+  for level = 0, LEAST_URGENT do
+    local is_paused = paused.of_pool or paused.levels[tostring(level)]
+    local num_waiting = is_paused and 0 or redis.call('ZCARD', P .. ':waiting:' .. level)
+    depth[level + 1] = num_waiting > 0 and math.max(0, num_waiting - paused.num_of_tenants(level)) or 0
+  end
   return depth
 end
 
@@ -106,20 +139,7 @@ if type(last) == 'table' and type(last.call) == 'number' and type(last.ids) == '
   end
 end
 
--- Pauses: no job of the paused pool, levels and tenants is handed out (pause.lua).
-local paused = {levels = {}, tenants = {}, num_tenants = 0, is_any = false}
-for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do
-  if name == 'pool' then return {'OK', {}, depths(), 0, num_nodes} end
-  local kind, what = string.match(name, '^(%a+):(.*)$')
-  paused.is_any = paused.is_any or kind == 'level' or kind == 'tenant'
-  if kind == 'level' then
-    paused.levels[what] = true
-  elseif kind == 'tenant' then
-    paused.tenants[what], paused.num_tenants = true, paused.num_tenants + 1
-  end
-end
-
-function paused.has(job) return paused.levels[tostring(job.level)] or paused.tenants[job.tenant] or false end
+if paused.of_pool then return {'OK', {}, depths(), 0, num_nodes} end
 
 -- Eligibility --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Deletion of all that Redis holds of a tenant: keys, endpoints, files, batches, jobs, and what pools counted of it."""
+"""Deletion of all that Redis holds of a tenant: keys, endpoints, schedules, files, batches, jobs and usage."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import pool_names
+from penstock.queue.broker.schedules import ScheduleStore
 from penstock.queue.files.file_records import FileRecords, HeldFiles
 from penstock.queue.tenants.key_store import KeyStore
 from penstock.queue.webhooks.deliveries import DeliveryQueue, EndpointStore
@@ -46,6 +47,7 @@ class TenantData:
     """API keys, revoked ones included."""
     num_endpoints: int
     """Webhook endpoints."""
+    num_schedules: int
     files: HeldFiles
     pools: dict[str, Held]
     """Of the pools that hold anything."""
@@ -63,8 +65,9 @@ class TenantBroker:
             held = {pool: await self._call(pool, tenant, 0) for pool in await pool_names(self._redis)}
         num_keys, files = len(await self._keys_of(tenant)), await FileRecords(self._redis).held_by(tenant)
         num_endpoints = len(await EndpointStore(self._redis).of(tenant))
+        num_schedules = len(await ScheduleStore(self._redis).of(tenant))
         pools = {pool: one for pool, one in held.items() if any(one)}
-        return TenantData(tenant, num_keys, num_endpoints, files, pools)
+        return TenantData(tenant, num_keys, num_endpoints, num_schedules, files, pools)
 
     async def delete(self, tenant: str, on_job: Callable[[int], None] = lambda _: None) -> TenantData:
         """Delete a tenant's keys, endpoints, files and batches, end its jobs, and delete these. Return what was held.
@@ -77,7 +80,10 @@ class TenantBroker:
             if found := await self._keys_of(tenant):
                 await self._redis.hdel(keys.API_KEYS, *found)
                 await self._redis.hdel(keys.key_terms(), *found)
-            # Before the jobs, so that no batch submits further rows and no endpoint is told of the ends.
+            # Before the jobs, so that nothing submits further ones and no endpoint is told of the ends.
+            schedules = ScheduleStore(self._redis)
+            for schedule in await schedules.of(tenant):
+                await schedules.delete(schedule.id, tenant)
             await FileRecords(self._redis).erase(tenant)
             endpoints = EndpointStore(self._redis)
             for one in await endpoints.of(tenant):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -225,3 +226,39 @@ def test_tags_and_metadata_above_their_limits_name_field_and_limit(callers: Call
             error = error_of(callers["acme"].post(path, json=whole), 400)
             assert error["param"] == param
             assert limit in error["message"]
+
+
+def test_callers_who_wait_for_what_is_paused_are_told_and_every_view_names_it(callers: Callers) -> None:
+    http, ops = callers["acme"], callers["ops"]
+    ops.post("/v1/jobs/pause", json={"pool": POOL})
+    try:
+        refused = http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
+        assert (error_of(refused, 503)["code"], refused.headers["Retry-After"]) == ("pool_paused", "5")
+        ready = http.get("/ready")
+        assert (ready.status_code, ready.json()["paused"]) == (200, [f"{POOL}: the pool"])
+        accepted = http.post("/v1/jobs", json={"model": MODEL, "prompt": "hello", "return_progress": True})
+        shown = http.get(f"/v1/jobs/{accepted.json()['id']}").json()
+        for job in (accepted.json(), shown):
+            assert (job["state"], job["estimated_wait_ms"], job["paused"]) == ("queued", None, "pool")
+        ops.post("/v1/jobs/resume", json={"pool": POOL})
+        ops.post("/v1/jobs/pause", json={"pool": POOL, "tenant": "acme"})
+        assert http.get("/ready").json()["paused"] == [f"{POOL}: a tenant"]
+        assert callers["rival"].post("/v1/completions", json={"model": MODEL, "prompt": "x"}).status_code == 200
+    finally:
+        ops.post("/v1/jobs/resume", json={"pool": POOL})
+        ops.post("/v1/jobs/resume", json={"pool": POOL, "tenant": "acme"})
+    assert "paused" not in http.get("/ready").json()
+
+
+def test_a_start_is_a_number_of_seconds_or_a_time_up_to_a_year_away(callers: Callers) -> None:
+    http = callers["acme"]
+    at = datetime.now(UTC) + timedelta(days=300)
+    for given in (at.isoformat(), 300 * 86_400):
+        job_id = submitted(http, not_before_s=given)
+        assert http.get(f"/v1/jobs/{job_id}").json()["state"] == "scheduled"
+        changed = http.patch(f"/v1/jobs/{job_id}", json={"not_before_s": (at + timedelta(days=30)).isoformat()})
+        assert changed.status_code == 200
+        http.delete(f"/v1/jobs/{job_id}")
+    for wrong in ("soon", "2027-01-01T00:00:00", 400 * 86_400, (at + timedelta(days=200)).isoformat()):
+        answer = http.post("/v1/jobs", json={"model": MODEL, "prompt": "hello", "not_before_s": wrong})
+        assert error_of(answer, 400)["param"] == "not_before_s"

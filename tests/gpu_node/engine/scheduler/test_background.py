@@ -200,8 +200,23 @@ def test_steps_of_background_work_are_short_only_after_foreground_work() -> None
     bench.add(4, 2, background=False)
     bench.run(4)
     assert bench.times_ms[-1] <= 1.05 * LIMITS.background_step_ms
+    assert bench.scheduler.background.num_left_out == len(bench.scheduler.running) - len(bench.steps[-1].seqs) > 0
     bench.run(int(FOREGROUND_MEMORY_MS / LIMITS.background_step_ms * 1.2))
     assert bench.times_ms[-1] == FIXED_MS + 60
+    assert bench.scheduler.background.num_left_out == 0
+
+
+def test_background_work_has_its_full_speed_five_seconds_after_the_last_chat() -> None:
+    bench = Bench(num_blocks=64 * 800)
+    for _ in range(60):
+        bench.add(4, 3000, background=True)
+    chat = bench.add(4, 20, background=False)
+    while chat.row >= 0 or not bench.steps:
+        bench.run()
+    num_before = len(bench.times_ms)
+    while bench.times_ms[-1] < FIXED_MS + 60:
+        bench.run()
+    assert sum(bench.times_ms[num_before:-1]) <= 5_000 + LIMITS.background_step_ms
 
 
 def test_a_step_is_planned_ahead_only_where_both_are_short() -> None:

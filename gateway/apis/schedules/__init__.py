@@ -1,0 +1,1 @@
+"""`/v1/schedules`, and the loop in which a gateway starts what is due."""
