@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError, UnavailableError
-from penstock.contract.tool_formats import THINK
+from penstock.contract.tool_formats import THINK, tokens_in
 from penstock.contract.tools import (
     CONTINUES,
     GENERATION_PROMPT,
@@ -34,18 +34,42 @@ from penstock.runtime.socket_process import end_process, start_process
 log = logging.getLogger(__package__)
 
 
-REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<mm:think>", "</mm:think>"))
+REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    (" to=self<|message|>", "<|eom|>"),
+)
 """The marks around reasoning that templates use."""
 
 
 def reasoning_marks_of(template: ChatTemplate) -> tuple[str, str]:
     """Return the marks around the model's reasoning; those of most models if the template has none."""
-    return next((marks for marks in REASONING_MARKS if marks[0] in template.source), THINK)
+    return _found_marks(template) or THINK
+
+
+def _found_marks(template: ChatTemplate) -> tuple[str, str] | None:
+    by_source = next((marks for marks in REASONING_MARKS if marks[0].rstrip() in template.source), None)
+    return by_source or _written_marks_of(template)
+
+
+def _written_marks_of(template: ChatTemplate) -> tuple[str, str] | None:
+    """Return the marks of which one stands at the end of a prompt, for templates that build marks of parts."""
+    parts = [marks for marks in REASONING_MARKS if all(one in template.source for one in tokens_in(marks[0])[::2])]
+    if not parts:
+        return None
+    with suppress(RequestError, UnavailableError):
+        text = template.render([{"role": "user", "content": "x"}])
+        return next((marks for marks in parts if text.endswith(marks)), None)
+    return None
 
 
 def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
     """Return the reasoning parser, by the template's use of its marks and whether it opens it for the assistant."""
-    if reasoning_marks_of(template)[0] not in template.source:
+    if _found_marks(template) is None:
         return "none"
     with suppress(TooCostlyError):
         return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
@@ -57,7 +81,7 @@ def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
 
     Without them, it opens the reasoning for the assistant or leaves it closed.
     """
-    if reasoning_marks_of(template)[0] not in template.source:
+    if _found_marks(template) is None:
         return ()
     try:
         is_open = _opens_reasoning(template, NO_VARIABLES)
@@ -74,7 +98,7 @@ def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
 def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> bool:
     try:
         text = template.render([{"role": "user", "content": "x"}], None, variables)
-        return text.rstrip().endswith(reasoning_marks_of(template)[0])
+        return text.rstrip().endswith(reasoning_marks_of(template)[0].rstrip())
     except TooCostlyError:
         raise  # It would take as long again with other variables.
     except RequestError:
@@ -82,9 +106,13 @@ def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> b
         return False
 
 
-_TURN_ENDS = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|end_of_turn|>")
-) | {"<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "[EOT]"}
+_TURN_ENDS = (
+    frozenset(
+        ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|end_of_turn|>")
+    )
+    | {"<|call|>", "<|end_of_msg|>", "[e~["}
+    | {"<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "[EOT]"}
+)
 
 
 def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[str]:
@@ -99,7 +127,9 @@ def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[st
     with suppress(RequestError, UnavailableError):  # The template may not accept this chat.
         after = template.render(chat, None, {GENERATION_PROMPT: False}).rpartition(mark)[2].lstrip()
     first = max((token for token in added if token and after.startswith(token)), key=len, default=None)
-    known = {token for token in _TURN_ENDS if token in added and token in template.source}
+    # The end of reasoning is none of the answer.
+    ends = _TURN_ENDS - set(reasoning_marks_of(template))
+    known = {token for token in ends if token in added and token in template.source}
     return frozenset(known if first is None else known | {first})
 
 
