@@ -270,6 +270,7 @@ class Node:
             adapters=await self._threads.run(engine.adapters),
             kinds=KINDS,
             sampling_defaults=engine.sampling_defaults,
+            moved_messages=await self._threads.run(lambda: getattr(engine.tokenizer, "moved_shapes", ())),
             capabilities=tuple(one for one in capabilities if one != "tools" or tool_format.takes_tools),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.

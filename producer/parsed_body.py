@@ -13,7 +13,7 @@ from penstock.contract.job import NO_SAMPLING, QueueOptions, SamplingParams, Sub
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
-from penstock.contract.tools import NO_TOOLS, ToolUse
+from penstock.contract.tools import NO_TOOLS, ChatShape, ToolUse, shapes_of
 from penstock.producer.client.request import Prompt
 
 MAX_CHOICES_OF_REQUEST = 256
@@ -48,6 +48,8 @@ class ParsedBody:
     """How to queue the jobs, as far as the body says it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of the answer that only this API has. Plain values."""
+    shapes: Sequence[ChatShape] = ()
+    """The shapes of its chats that some chat templates refuse."""
     ignored: Sequence[str] = ()
     """Names of ignored fields and parts of fields, at most MAX_IGNORED_SHOWN of them."""
 
@@ -132,9 +134,10 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         raise request_error(error, body.names()) from None
     # A body whose jobs do something else than generate text says what.
     task: Callable[[], Task] | None = getattr(body, "task", None)
+    prompts = body.prompts()
     parsed = ParsedBody(
         body.model or "",
-        body.prompts(),
+        prompts,
         params,
         body.names(),
         body.tool_use(),
@@ -145,11 +148,19 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         bool(body.stream),
         queueing,
         body.options(),
+        sorted(frozenset().union(*map(_shapes_of, prompts))),
         [name[:MAX_NAME_CHARS] for name in (*ignored, *body.dropped)[:MAX_IGNORED_SHOWN]],
     )
     if parsed.task is None:
         _check_choices(parsed)
     return parsed
+
+
+def _shapes_of(prompt: Any) -> frozenset[ChatShape]:
+    """Return the shapes of a chat; none for another prompt."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return frozenset()
+    return shapes_of([one["role"] if isinstance(one, dict) else one.role for one in prompt])
 
 
 def _check_choices(body: ParsedBody) -> None:

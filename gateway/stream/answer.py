@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
-from penstock.contract.pool import notice_of
+from penstock.contract.pool import PoolRecord, notice_of
 from penstock.contract.tenant import UNLIMITED
+from penstock.contract.tools import MESSAGE_OF_SHAPE
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
@@ -55,7 +56,7 @@ from penstock.gateway.stream.writer import (
 )
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
-from penstock.producer.parsed_body import RequestBody
+from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
@@ -94,6 +95,8 @@ class AnswerPlan:
         """The most tokens of prompt and output together, to which `max_tokens` is lowered."""
         self._lowered_limit: int | None = None
         """The value of MAX_TOKENS_HEADER, if it is sent."""
+        self._moved: Sequence[str] = ()
+        """Names of the messages that the node merges or moves, as the model's chat template demands it."""
         self._notice = ""
         """The value of NOTICE_HEADER, if it is sent."""
 
@@ -147,6 +150,7 @@ class AnswerPlan:
         with contextlib.suppress(UnavailableError):
             known = await self._record_of(job.pool)
         self._notice = notice_of(known, self.generation.body.task)
+        self._moved = moved_names(self.generation.body, known)
         if not self.generation.lowers_max_tokens or self.generation.body.params.max_tokens is None:
             return
         known = known or await self._record_of(job.pool)
@@ -204,8 +208,15 @@ class AnswerPlan:
             headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
         if self._notice:
             headers[NOTICE_HEADER] = self._notice
-        ignored = self.generation.body.ignored
+        ignored = [*self.generation.body.ignored, *self._moved]
         return headers | {IGNORED_HEADER: _shown_names(ignored)} if ignored else headers
+
+
+def moved_names(body: ParsedBody, record: PoolRecord | None) -> list[str]:
+    """Return the names of messages that a node merges or moves, because the chat template refuses their order."""
+    shapes = set(body.shapes) & set(() if record is None else record.moved_messages)
+    field = body.names.get("prompt", "messages")
+    return sorted({f"{field}.{MESSAGE_OF_SHAPE[shape]}" for shape in shapes})
 
 
 def _shown_names(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
-from penstock.contract.tools import GENERATION_PROMPT
+from penstock.contract.tools import GENERATION_PROMPT, MESSAGE_OF_SHAPE, ChatShape
 from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate
 
 _SYSTEM, _LATE, _USER, _OTHER_USER = "Be brief q1.", "Be kind q2.", "Which trains q3?", "And buses q4?"
@@ -43,9 +43,9 @@ class Refusals:
     """A function without a description."""
 
     @property
-    def moves_messages(self) -> bool:
-        """Whether some chats are rendered with messages merged or moved."""
-        return self.system or self.late_system or self.users_in_row or self.assistants_in_row
+    def moved_shapes(self) -> tuple[ChatShape, ...]:
+        """The shapes of chats that are rendered with messages merged or moved."""
+        return tuple(shape for shape in MESSAGE_OF_SHAPE if getattr(self, shape))
 
 
 NO_REFUSALS = Refusals()
@@ -54,10 +54,14 @@ NO_REFUSALS = Refusals()
 def refusals_of(template: ChatTemplate) -> Refusals:
     """Return what a template refuses. It renders about ten short chats."""
     trials = _Trials(template)
+    tools = [_tool(name, description="Find.") for name in (_NAME, _OTHER_NAME)]
     chat = [_of("user", _USER), _of("assistant", _ANSWER), _of("user", _OTHER_USER)]
     try:
         if not trials.shows(chat, (_USER, _ANSWER, _OTHER_USER)):
-            return Refusals()
+            # Some templates are only for chats with tools.
+            trials.default = tools
+            if not template.takes_tools or not trials.shows(chat, (_USER, _ANSWER, _OTHER_USER)):
+                return NO_REFUSALS
         takes_system = trials.shows([_of("system", _SYSTEM), chat[0]], (_SYSTEM, _USER))
         late = [_of("system", _SYSTEM), *chat[:2], _of("system", _LATE), chat[2]]
         found = Refusals(
@@ -66,9 +70,9 @@ def refusals_of(template: ChatTemplate) -> Refusals:
             users_in_row=not trials.shows([chat[0], chat[2]], (_USER, _OTHER_USER)),
             assistants_in_row=not trials.shows([*chat[:2], _of("assistant", _OTHER_ANSWER), chat[2]], (_OTHER_ANSWER,)),
         )
-        return trials.with_tools(found) if template.takes_tools else found
+        return trials.with_tools(found, tools) if template.takes_tools else found
     except TooCostlyError:
-        return Refusals()
+        return NO_REFUSALS
 
 
 def _of(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -92,6 +96,8 @@ class _Trials:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self.default: Sequence[Mapping[str, Any]] | None = None
+        """The tools of chats that name none."""
 
     def shows(
         self, chat: Sequence[Mapping[str, Any]], words: Sequence[str], tools: Sequence[Mapping[str, Any]] | None = None
@@ -99,16 +105,15 @@ class _Trials:
         """Return whether the template takes a chat and shows all these words of it."""
         variables = {GENERATION_PROMPT: False} if chat[-1]["role"] == "assistant" else NO_VARIABLES
         try:
-            text = self._template.render(chat, tools, variables)
+            text = self._template.render(chat, self.default if tools is None else tools, variables)
         except TooCostlyError:
             raise  # It would take as long again.
         except (RequestError, UnavailableError):
             return False
         return all(word in text for word in words)
 
-    def with_tools(self, found: Refusals) -> Refusals:
+    def with_tools(self, found: Refusals, tools: Sequence[Mapping[str, Any]]) -> Refusals:
         """Return what is found so far together with the refusals of calls and tools."""
-        tools = [_tool(name, description="Find.") for name in (_NAME, _OTHER_NAME)]
         asked = _of("user", _USER)
 
         def chat(arguments: Any, call_id: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError, UnavailableError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tool_formats import NO_CALLS, ToolFormat, telling_marks, tokens_in
-from penstock.contract.tools import ReasoningParserName
+from penstock.contract.tools import ChatShape, ReasoningParserName
 from penstock.gpu_node.engine.text.chat import (
     REASONING_MARKS,
     ChatTemplate,
@@ -283,6 +283,11 @@ class Tokenizer:
     def thinking_switches(self) -> tuple[str, ...]:
         """The settings of the chat template's variables that turn the reasoning on or off."""
         return () if self._template is None else thinking_switches_of(self._template)
+
+    @property
+    def moved_shapes(self) -> tuple[ChatShape, ...]:
+        """The shapes of chats whose messages are merged or moved, because the chat template refuses them."""
+        return self.refusals.moved_shapes
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.contract.tasks import GENERATE, Task
 from penstock.contract.tool_formats import NO_CALLS, ToolFormat
+from penstock.contract.tools import ChatShape
 
 # The part of an engine's statistics that its node reports with every heartbeat.
 
@@ -343,6 +344,8 @@ class PoolRecord:
     # Of one request.
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
+    moved_messages: tuple[ChatShape, ...] = ()
+    """The shapes of chats whose messages a node merges or moves, because the model's chat template refuses them."""
     capabilities: tuple[str, ...] = ()
     """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
 

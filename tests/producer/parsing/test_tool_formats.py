@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from fakes.cover import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract.calls.python_values import json_of_python
@@ -121,6 +122,7 @@ def may_hold(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> b
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(25))
 @given(calls=calls_of_answer, data=st.data())
 def test_what_is_written_is_read_back(name: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject) -> None:
     form = BY_NAME[name]
@@ -135,12 +137,13 @@ def test_what_is_written_is_read_back(name: str, calls: list[tuple[str, dict[str
     assert read(format_of(form), cuts_of(data, text)) == read(format_of(form), [*text]) == said
 
 
-SIZE = 1 << 18
+SIZE = 1 << 17
 """Characters. A quadratic reader would take minutes for them."""
 MARKS = sorted({mark for form in ALL for mark in form.marks} | {"true", "false", "\n", " ", "text", "count", "f", "{}"})
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_reading_does_not_depend_on_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
     form = BY_NAME[name]
@@ -173,7 +176,7 @@ def test_a_stream_that_is_taken_over_at_any_character_gives_the_same_events(name
     calls = [("f", {"text": 'a "b"\n<c> \\', "count": 3, "is_on": True, "parts": [1, "x"]}), ("get.the-Time_2", {})]
     text = framed(form, "" if form.is_bare else "Well, [1] <b>.\n", calls[: 1 if form.is_single else 2])
     whole = format_of(form).read(text)
-    for at in range(len(text) + 1):
+    for at in range(0, len(text) + 1, 3):
         first, second = AnswerReader(format_of(form)), AnswerReader(format_of(form))
         sent = first.push(text[:at])
         again = ParsedText()
