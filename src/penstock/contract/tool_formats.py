@@ -474,7 +474,8 @@ def telling_marks(source: str, reasoning: Iterable[str]) -> frozenset[str]:
     """
     found = _OF_CALLS | (_tokens_of(reasoning) - _OF_FRAMES)
     for form in FORMATS.values():
-        own = tokens_in(form.header) + tokens_in(form.header_end) + tokens_in(form.text_opening) + [*form.dropped]
-        if form.has_frame and all(part.strip() in source for part in own):
+        marks = (form.header, form.header_end, form.text_opening, *form.dropped)
+        own = [part for mark in marks for part in tokens_in(mark) if _TOKEN.fullmatch(part)]
+        if own and all(part in source for part in own):
             found |= _tokens_of((*form.frame_marks, *form.marks))
     return found

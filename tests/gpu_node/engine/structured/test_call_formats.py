@@ -15,7 +15,7 @@ from fixtures.tiny_model import write_tokenizer
 from penstock.contract.calls.writing import written_calls
 from penstock.contract.errors import RequestError
 from penstock.contract.sampling import StructuredOutputs
-from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat
+from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat, tokens_in
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
@@ -92,6 +92,59 @@ def test_a_sampled_call_parses_and_fits_its_schema(guides: GrammarCompiler, toke
     arguments = json.loads(said.calls[0].arguments)
     assert arguments["kind"] in ("a", "b c") and 0 <= arguments["x"] <= 9
     assert type(arguments.get("on", True)) is bool and arguments.keys() <= PARAMETERS["properties"].keys()
+
+
+SPECIAL = sorted(
+    {
+        part
+        for name in ("harmony", "muse", "kimi_k3", "minimax_m3", "gemma4", "lfm2", "gigachat3", "apertus")
+        for mark in (*FORMATS[name].marks, *FORMATS[name].frame_marks, FORMATS[name].turn)
+        for part in tokens_in(mark)
+        if len(part) > 2 and part[0] in "<]" and part[-1] in ">[" and not part.startswith(("</", "<atem"))
+    }
+)
+"""Marks that these models have as special tokens."""
+
+
+@pytest.fixture(scope="module")
+def special_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("special")
+    write_tokenizer(folder, 384)
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    first = max(token["id"] for token in spec["added_tokens"] + [{"id": max(spec["model"]["vocab"].values())}]) + 1
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    spec["added_tokens"] += [
+        {"id": first + i, "content": mark, "special": True, **flags} for i, mark in enumerate(SPECIAL)
+    ]
+    file.write_text(json.dumps(spec))
+    # The marks around messages tell only where the chat template has them.
+    return Tokenizer(folder, chat_template="{# " + " ".join(SPECIAL) + " #}{{ messages[0].content }}")
+
+
+@pytest.fixture(scope="module")
+def special_guides(special_tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(special_tokenizer, len(special_tokenizer.token_bytes), frozenset({EOS}))
+
+
+@pytest.mark.parametrize("name", ["harmony", "muse", "kimi_k3", "minimax_m3", "gemma4", "lfm2", "gigachat3", "apertus"])
+def test_marks_that_are_special_tokens_are_forced_as_tokens(
+    special_guides: GrammarCompiler, special_tokenizer: Tokenizer, name: str
+) -> None:
+    form, rng = BY_NAME[name], random.Random(name)
+    frame = form if form.has_frame else None
+    reader = AnswerFormat(form, "think", functions=TOOLS, frame=frame, marks=form.reasoning)
+    output = wanted(form, [FUNCTIONS[0]], parallel=False)
+    guide, token_ids = special_guides.new_guide(special_guides.prepare(output)), list[int]()
+    while (token_id := rng.choice(allowed(special_guides, guide))) != EOS:
+        guide.take([token_id])
+        token_ids.append(token_id)
+        assert len(token_ids) < 500
+    said = reader.read(special_tokenizer.decode(token_ids))
+    assert (said.content, [(call.name, call.end) for call in said.calls]) == ("", [("move", "whole")])
+    text = as_answered(form, [("write", {"text": "a\n<b>"})])
+    whole = wanted(form, [FUNCTIONS[1]], parallel=False)
+    assert derives(special_guides, special_tokenizer, whole, text)
 
 
 @pytest.mark.parametrize("name", NAMES)
