@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from penstock.contract.chat_shapes import ChatShape, shapes_of
 from penstock.contract.errors import RequestError
 from penstock.contract.job import NO_SAMPLING, QueueOptions, SamplingParams, SubmitOptions
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.tasks import Task
-from penstock.contract.tools import NO_TOOLS, ChatShape, ToolUse, shapes_of
+from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.client.request import Prompt
 
 MAX_CHOICES_OF_REQUEST = 256

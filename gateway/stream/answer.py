@@ -18,12 +18,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.contract.chat_shapes import MESSAGE_OF_SHAPE
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
 from penstock.contract.pool import PoolRecord, notice_of
 from penstock.contract.tenant import UNLIMITED
-from penstock.contract.tools import MESSAGE_OF_SHAPE
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt

@@ -41,6 +41,7 @@ class ExpressionGrammar:
         self._rules: list[str] = []
         self._prefix = self._name = ""
         self._root: Mapping[str, Any] = {}
+        # Of one request.
         self._of_references: dict[str, str] = {}
 
     def common_rules(self) -> list[str]:
@@ -62,6 +63,7 @@ class ExpressionGrammar:
     def rules(self, i: int, name: str, schema: Mapping[str, Any]) -> str:
         """Return the rule `a{i}` and those that it uses. Raises RequestError for a schema that no grammar can hold."""
         self._rules, self._prefix, self._name, self._root = [], f"e{i}", name, schema
+        # Of one request.
         self._of_references = {}
         grammar = text_grammar_of(schema)
         members = self._members(schema, self._form.assigns, 0, grammar)

@@ -131,7 +131,7 @@ def _by_marks(template: ChatTemplate, added_tokens: Collection[str]) -> ToolForm
     """Return the format all of whose marks are special tokens, if the template names one of them or has them all."""
     for form in FORMATS.values():
         marks = [mark for mark in (form.section, form.section_end, form.call, form.call_end, form.name_end) if mark]
-        marks = [part for mark in marks for part in tokens_in(mark) if part.strip()]
+        marks = [part for mark in marks for part in tokens_in(mark) if len(part.strip()) > 2]
         if form.is_bare or form.header or not any(len(mark) > _LEAST_MARK_CHARS for mark in marks):
             continue
         if all(mark in template.source or mark in added_tokens for mark in marks):

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from penstock.contract.chat_shapes import MESSAGE_OF_SHAPE, ChatShape
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
-from penstock.contract.tools import GENERATION_PROMPT, MESSAGE_OF_SHAPE, ChatShape
+from penstock.contract.tools import GENERATION_PROMPT
 from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate
 
 _SYSTEM, _LATE, _USER, _OTHER_USER = "Be brief q1.", "Be kind q2.", "Which trains q3?", "And buses q4?"
 _ANSWER, _OTHER_ANSWER, _RESULT, _OTHER_RESULT = "The 8:15 q5.", "Or the 9:15 q6.", "8:15 q7", "9:15 q8"
-_NAME, _OTHER_NAME = "find_trains_q9", "find_buses_q0"
+_NAME, _OTHER_NAME = "find_trains", "find_buses"
 SHORT_ID, _LONG_ID = "abcdefgh1", "call_0123456789abcdef"
 _ID_CHARS = 9
 """Letters and digits of an id that every template takes."""
@@ -34,7 +35,7 @@ class Refusals:
     long_ids: bool = False
     """Ids of calls that are not nine letters or digits."""
     several_calls: bool = False
-    """More than one call in a message."""
+    """More than one call in a message, or it shows only one of them."""
     calls_without_tools: bool = False
     """Earlier calls when no tools are offered."""
     object_arguments: bool = False
@@ -88,7 +89,8 @@ def _tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
-_ARGUMENTS = {"city": "Bern"}
+_CITY, _OTHER_CITY = "Bern q9", "Basel q0"
+_ARGUMENTS, _OTHER_ARGUMENTS = {"city": _CITY}, {"city": _OTHER_CITY}
 
 
 class _Trials:
@@ -121,12 +123,12 @@ class _Trials:
             return [asked, _of("assistant", "", tool_calls=[_call(_NAME, call_id, arguments)]), result]
 
         is_text = False
-        if not self.shows(chat(_ARGUMENTS, SHORT_ID), (_NAME,), tools):
-            is_text = self.shows(chat('{"city": "Bern"}', SHORT_ID), (_NAME,), tools)
+        if not self.shows(chat(_ARGUMENTS, SHORT_ID), (_CITY,), tools):
+            is_text = self.shows(chat(json.dumps(_ARGUMENTS), SHORT_ID), (_CITY,), tools)
             if not is_text:
                 return replace(found, missing_description=self._needs_description(asked))
-        arguments: Any = '{"city": "Bern"}' if is_text else _ARGUMENTS
-        two = [_call(_NAME, SHORT_ID, arguments), _call(_OTHER_NAME, SHORT_ID[:-1] + "2", {} if not is_text else "{}")]
+        arguments, others = (json.dumps(one) if is_text else one for one in (_ARGUMENTS, _OTHER_ARGUMENTS))
+        two = [_call(_NAME, SHORT_ID, arguments), _call(_OTHER_NAME, SHORT_ID[:-1] + "2", others)]
         results = [
             _of("tool", _RESULT, tool_call_id=two[0]["id"], name=_NAME),
             _of("tool", _OTHER_RESULT, tool_call_id=two[1]["id"], name=_OTHER_NAME),
@@ -135,9 +137,9 @@ class _Trials:
         return replace(
             found,
             object_arguments=is_text,
-            long_ids=not self.shows(chat(arguments, _LONG_ID), (_NAME,), tools),
-            several_calls=not self.shows(both, (_NAME, _OTHER_NAME), tools),
-            calls_without_tools=not self.shows(chat(arguments, SHORT_ID), (_NAME,)),
+            long_ids=not self.shows(chat(arguments, _LONG_ID), (_CITY,), tools),
+            several_calls=not self.shows(both, (_CITY, _OTHER_CITY), tools),
+            calls_without_tools=not self.shows(chat(arguments, SHORT_ID), (_CITY,)),
             missing_description=self._needs_description(asked),
         )
 
@@ -174,7 +176,7 @@ def _system_first(messages: list[dict[str, Any]], refusals: Refusals) -> list[di
 
 
 def _merged(messages: Sequence[dict[str, Any]], roles: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield messages, with neighbours of the same one of these roles as one message. Calls keep their own."""
+    """Yield messages, with messages side by side of the same one of these roles as one message. Calls keep their own."""
     held: dict[str, Any] | None = None
     for one in messages:
         if held is not None and held["role"] == one["role"] in roles and "tool_calls" not in held:

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.contract.chat_shapes import ChatShape
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError, UnavailableError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tool_formats import NO_CALLS, ToolFormat, telling_marks, tokens_in
-from penstock.contract.tools import ChatShape, ReasoningParserName
+from penstock.contract.tools import ReasoningParserName
 from penstock.gpu_node.engine.text.chat import (
     REASONING_MARKS,
     ChatTemplate,

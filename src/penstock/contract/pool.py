@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from penstock.contract.chat_shapes import ChatShape
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.contract.tasks import GENERATE, Task
 from penstock.contract.tool_formats import NO_CALLS, ToolFormat
-from penstock.contract.tools import ChatShape
 
 # The part of an engine's statistics that its node reports with every heartbeat.
 

@@ -6,8 +6,6 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
@@ -81,31 +79,6 @@ def reasoning_parser_for(parser: str, thinking_switches: Collection[str], templa
         return "think"  # The prompt ends before the place where the template opens the reasoning.
     settings = {thinking_setting(name, value) for name, value in variables.items() if isinstance(value, bool)}
     return parser if settings.isdisjoint(thinking_switches) else _OPPOSITES[parser]
-
-
-# Shapes of chats that some chat templates refuse.
-
-ChatShape = Literal["system", "late_system", "users_in_row", "assistants_in_row"]
-MESSAGE_OF_SHAPE: Mapping[ChatShape, str] = MappingProxyType(
-    {"system": "system", "late_system": "system", "users_in_row": "user", "assistants_in_row": "assistant"}
-)
-"""The role of the messages that are merged or moved for a template that refuses this shape."""
-
-
-def shapes_of(roles: Sequence[str]) -> frozenset[ChatShape]:
-    """Return the shapes that a chat with messages of these roles has. `developer` counts as `system`."""
-    found = set[ChatShape]()
-    is_system = [role in ("system", "developer") for role in roles]
-    if any(is_system):
-        found.add("system")
-    if any(is_system[1:]):
-        found.add("late_system")
-    neighbours = {first for first, second in pairwise(roles) if first == second}
-    if "user" in neighbours:
-        found.add("users_in_row")
-    if "assistant" in neighbours:
-        found.add("assistants_in_row")
-    return frozenset(found)
 
 
 # Tools of a chat: the offered functions, calls made in earlier messages, and the calls that the output may contain.

@@ -11,6 +11,7 @@ from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolForma
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.recognition import recognized
 from penstock.gpu_node.engine.text.repairs import refusals_of
+from penstock.gpu_node.engine.text.telling import with_tools_written
 from tests.source_tree import ROOT
 
 _BEGIN = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -123,6 +124,45 @@ def test_marks_decide_where_no_call_is_rendered() -> None:
     source = "{{ tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{# <|tool_call|> #}"
     use = recognized(ChatTemplate(source, {}), {"<|tool_call|>"})
     assert (use.form.name, use.offers_tools, use.shows_calls) == ("granite", True, False)
+
+
+def test_special_tokens_decide_where_neither_calls_nor_marks_are_in_the_template() -> None:
+    source = "{{ tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    use = recognized(ChatTemplate(source, {}), {"<|tool_call_start|>", "<|tool_call_end|>"})
+    assert (use.form.name, use.offers_tools, use.shows_calls) == ("lfm2", True, False)
+    written = with_tools_written(
+        [
+            {"role": "user", "content": "q"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": "b", "c": True}}}],
+            },
+        ],
+        [],
+        use,
+    )
+    assert written[1]["content"] == '<|tool_call_start|>[f(a="b", c=True)]<|tool_call_end|>'
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("functions", "{{ 'Functions: ' + functions }}"),
+        ("xml_tools", "{% for t in xml_tools %}{{ t.name }}{{ t.parameters | tojson }}{% endfor %}"),
+        ("message", "{{ '<|tool|>' + messages[0]['tools'] if messages[0]['tools'] }}"),
+    ],
+)
+def test_tools_are_offered_where_the_template_takes_them(place: str, shown: str) -> None:
+    form = FORMATS["hermes"]
+    template = ChatTemplate(template_of(form).replace("{% if tools %}{{ tools | tojson }}{% endif %}", shown), {})
+    assert not template.takes_tools
+    use = recognized(template, ())
+    assert (use.form, use.offers_tools, use.offered_as) == (form, True, place)
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    messages, given, variables = use.offer([{"role": "user", "content": "q"}], tools)
+    assert "find" in template.render(messages, given, variables)
+    assert template.render([{"role": "user", "content": "q"}]).endswith("[user]q[assistant]")
 
 
 def test_the_operators_format_overrides() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from penstock.contract.chat_shapes import shapes_of
 from penstock.contract.pool import PoolRecord
-from penstock.contract.tools import shapes_of
 from penstock.gateway.stream.answer import moved_names
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.repairs import (
@@ -21,9 +21,7 @@ from penstock.gpu_node.engine.text.repairs import (
 from penstock.producer.parsed_body import ParsedBody
 
 _EACH = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-_SHOWN = (
-    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}{% endfor %}{% endfor %}"
-)
+_SHOWN = "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments }}{% endfor %}{% endfor %}"
 ALTERNATING = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('row') }}{% endif %}"
