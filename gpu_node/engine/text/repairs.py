@@ -176,7 +176,7 @@ def _system_first(messages: list[dict[str, Any]], refusals: Refusals) -> list[di
 
 
 def _merged(messages: Sequence[dict[str, Any]], roles: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield messages, with messages side by side of the same one of these roles as one message. Calls keep their own."""
+    """Yield messages, with those in a row of the same one of these roles as one. A message with calls stays alone."""
     held: dict[str, Any] | None = None
     for one in messages:
         if held is not None and held["role"] == one["role"] in roles and "tool_calls" not in held:

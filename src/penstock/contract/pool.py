@@ -344,10 +344,10 @@ class PoolRecord:
     # Of one request.
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
-    moved_messages: tuple[ChatShape, ...] = ()
-    """The shapes of chats whose messages a node merges or moves, because the model's chat template refuses them."""
     capabilities: tuple[str, ...] = ()
     """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
+    moved_messages: tuple[ChatShape, ...] = ()
+    """The shapes of chats whose messages a node merges or moves, because the model's chat template refuses them."""
 
 
 def notice_of(record: PoolRecord | None, task: Task | None) -> str:

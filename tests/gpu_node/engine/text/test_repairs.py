@@ -21,7 +21,8 @@ from penstock.gpu_node.engine.text.repairs import (
 from penstock.producer.parsed_body import ParsedBody
 
 _EACH = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-_SHOWN = "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+_CALLS = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments }}{% endfor %}"
+_SHOWN = "[{{ m.role }}]{{ m.content }}" + _CALLS + "{% endfor %}"
 ALTERNATING = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('row') }}{% endif %}"
@@ -90,9 +91,10 @@ def test_calls_are_split_and_results_come_in_the_order_of_their_calls() -> None:
 def test_tools_get_the_descriptions_that_they_lack() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"description": "B."}}}
     (tool,) = described_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    properties = tool["function"]["parameters"]["properties"]
+    properties: dict[str, Any] = tool["function"]["parameters"]["properties"]
     assert (tool["function"]["description"], properties["a"]["description"]) == ("", "")
-    assert properties["b"] == {"description": "B."} and "description" not in parameters["properties"]["a"]
+    assert properties["b"] == {"description": "B."}
+    assert parameters["properties"] == {"a": {"type": "string"}, "b": {"description": "B."}}
 
 
 def test_moved_messages_are_named_for_the_answer() -> None:
