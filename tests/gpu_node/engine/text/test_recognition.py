@@ -182,7 +182,7 @@ def test_results_and_system_messages_go_where_the_template_shows_them() -> None:
     assert (use.shows_results, use.has_system_role) == (False, False)
 
 
-_ROW = re.compile(r"\| `(\w+)` \| (?:trial|its marks|told).*\| \d+ \| (.*) \|")
+_ROW = re.compile(r"\| `(\w+)` \| (?:trial|its|told).*\| \d+ \| (.*) \|")
 _PAGE = (ROOT / "docs/MODELS.md").read_text()
 FORMAT_BY_TEMPLATE = {name: row[1] for row in _ROW.finditer(_PAGE) for name in row[2].split(", ")}
 _TOKENS_OF_LFM = ("<|tool_call_start|>", "<|tool_call_end|>")

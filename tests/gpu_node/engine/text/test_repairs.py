@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.tiny_model import write_tokenizer
 
 from penstock.contract.chat_shapes import shapes_of
 from penstock.contract.pool import PoolRecord
@@ -18,6 +21,7 @@ from penstock.gpu_node.engine.text.repairs import (
     refusals_of,
     repaired_calls,
 )
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.parsed_body import ParsedBody
 
 _EACH = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
@@ -25,7 +29,8 @@ _CALLS = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments }}{% endf
 _SHOWN = "[{{ m.role }}]{{ m.content }}" + _CALLS + "{% endfor %}"
 ALTERNATING = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
-    "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('row') }}{% endif %}"
+    "{% if not loop.first and m.role != 'tool' and m.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('row') }}{% endif %}"
 )
 STRICT = _EACH + (
     "{% if m.tool_calls and not tools %}{{ raise_exception('tools') }}{% endif %}"
@@ -104,3 +109,42 @@ def test_moved_messages_are_named_for_the_answer() -> None:
     assert moved_names(ParsedBody(shapes=shapes), record) == ["messages.system", "messages.user"]
     assert moved_names(ParsedBody(shapes=shapes, names={"prompt": "input"}), PoolRecord("m", "m")) == []
     assert moved_names(ParsedBody(shapes=["system"]), None) == []
+
+
+HARD = [
+    of("system", "S1"),
+    of("user", "U1"),
+    of("user", "U2"),
+    of(
+        "assistant",
+        tool_calls=[
+            {"id": "call_1", "name": "a", "arguments": '{"city": "Bern"}'},
+            {"id": "call_2", "name": "b", "arguments": "{}"},
+        ],
+    ),
+    of("tool", "R2", tool_call_id="call_2"),
+    of("tool", "R1", tool_call_id="call_1"),
+    of("assistant", "A1"),
+    of("developer", "S2"),
+    of("user", "U3"),
+]
+"""What many templates refuse: roles in a row, a late system message, several calls, results in another order."""
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+OFFERED = json.dumps(
+    [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("a", "b")]
+)
+SOURCES = sorted(Path("build").rglob("llama.cpp/models/templates/*.jinja"))
+STRICTEST = ALTERNATING + STRICT.partition("{% for m in messages %}")[2] + _SHOWN
+
+
+@pytest.mark.parametrize("source", [pytest.param(path, id=path.stem) for path in SOURCES] or [STRICTEST])
+def test_a_hard_chat_is_rendered_as_a_whole(source: Path | str, tmp_path: Path) -> None:
+    """Each template of the peer, where its source is unpacked; otherwise one that refuses all of this."""
+    write_tokenizer(tmp_path, 384)
+    text = source if isinstance(source, str) else "{% set bos_token = '' %}" + source.read_text()
+    tokenizer = Tokenizer(tmp_path, chat_template=text)
+    # Templates that are only for chats with tools have another one beside them.
+    offers = (OFFERED,) if "tool_use" in str(source) or "c4ai" in str(source) else (OFFERED, None)
+    for tools in offers:
+        shown = tokenizer.text_of(tokenizer.encode_chat(HARD, tools))
+        assert [word for word in ("S1", "U1", "U2", "Bern", "R1", "R2", "A1", "S2", "U3") if word not in shown] == []
