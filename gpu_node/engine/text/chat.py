@@ -127,10 +127,9 @@ def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[st
     with suppress(RequestError, UnavailableError):  # The template may not accept this chat.
         after = template.render(chat, None, {GENERATION_PROMPT: False}).rpartition(mark)[2].lstrip()
     first = max((token for token in added if token and after.startswith(token)), key=len, default=None)
-    # The end of reasoning is none of the answer.
-    ends = _TURN_ENDS - set(reasoning_marks_of(template))
-    known = {token for token in ends if token in added and token in template.source}
-    return frozenset(known if first is None else known | {first})
+    known = {token for token in _TURN_ENDS if token in added and token in template.source}
+    found = known if first is None else known | {first}
+    return frozenset(found - set(reasoning_marks_of(template)))  # The end of reasoning is none of the answer.
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat
-from penstock.gpu_node.engine.text.chat import ChatTemplate
+from penstock.gpu_node.engine.text.chat import ChatTemplate, ends_of_turn
 from penstock.gpu_node.engine.text.recognition import recognized
 from penstock.gpu_node.engine.text.repairs import refusals_of
 from penstock.gpu_node.engine.text.telling import with_tools_written
@@ -202,3 +202,12 @@ def test_the_table_of_the_page_is_right() -> None:
 
 def test_the_table_names_known_formats() -> None:
     assert len(FORMAT_BY_TEMPLATE) == 70 and set(FORMAT_BY_TEMPLATE.values()) <= set(BY_NAME)
+
+
+def test_the_end_of_reasoning_does_not_end_an_answer_in_messages() -> None:
+    """`<|end|>` ends a turn of Phi, but only a message of gpt-oss, whose calls end the answer."""
+    tokens = ("<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|channel|>")
+    source = template_of(FORMATS["harmony"]) + "{# <|channel|>analysis<|message|> <|end|> <|call|> #}"
+    ends = ends_of_turn(ChatTemplate(source, {}), tokens)
+    assert "<|call|>" in ends and "<|end|>" not in ends
+    assert "<|end|>" in ends_of_turn(ChatTemplate("{{ messages[0].content }}{# <|end|> #}", {}), tokens)
