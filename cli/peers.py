@@ -395,6 +395,9 @@ _TOOLS = {
     **dict.fromkeys(("qwen3_xml", "step3p5", "nemotron3"), "qwen3_coder"),
     **dict.fromkeys(("glm47", "glm4_moe"), "glm45"),
     **dict.fromkeys(("granite4",), "hermes"),
+    **dict.fromkeys(("openai", "gpt-oss"), "harmony"),
+    **dict.fromkeys(("llama4_pythonic",), "pythonic"),
+    **dict.fromkeys(("phi4_mini_json",), "functools"),
 }
 _REASONING = dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3", "deepseek", "granite"), "think")
 

@@ -273,6 +273,7 @@ class Node:
             sampling_defaults=engine.sampling_defaults
             | ({} if settings.reasoning_budget is None else {"reasoning_budget": settings.reasoning_budget}),
             takes_effort=engine.tokenizer.takes_effort,
+            moved_messages=await self._threads.run(lambda: getattr(engine.tokenizer, "moved_shapes", ())),
             capabilities=tuple(one for one in capabilities if one != "tools" or tool_format.takes_tools),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.

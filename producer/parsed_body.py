@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from penstock.contract.chat_shapes import ChatShape, shapes_of
 from penstock.contract.errors import RequestError
 from penstock.contract.job import NO_SAMPLING, QueueOptions, SamplingParams, SubmitOptions
 from penstock.contract.priority import ClassName
@@ -48,6 +49,8 @@ class ParsedBody:
     """How to queue the jobs, as far as the body says it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of the answer that only this API has. Plain values."""
+    shapes: Sequence[ChatShape] = ()
+    """The shapes of its chats that some chat templates refuse."""
     ignored: Sequence[str] = ()
     """Names of ignored fields and parts of fields, at most MAX_IGNORED_SHOWN of them."""
 
@@ -132,9 +135,10 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         raise request_error(error, body.names()) from None
     # A body whose jobs do something else than generate text says what.
     task: Callable[[], Task] | None = getattr(body, "task", None)
+    prompts = body.prompts()
     parsed = ParsedBody(
         body.model or "",
-        body.prompts(),
+        prompts,
         params,
         body.names(),
         body.tool_use(),
@@ -145,11 +149,19 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         bool(body.stream),
         queueing,
         body.options(),
+        sorted(frozenset().union(*map(_shapes_of, prompts))),
         [name[:MAX_NAME_CHARS] for name in (*ignored, *body.dropped)[:MAX_IGNORED_SHOWN]],
     )
     if parsed.task is None:
         _check_choices(parsed)
     return parsed
+
+
+def _shapes_of(prompt: Any) -> frozenset[ChatShape]:
+    """Return the shapes of a chat; none for another prompt."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return frozenset()
+    return shapes_of([one["role"] if isinstance(one, dict) else one.role for one in prompt])
 
 
 def _check_choices(body: ParsedBody) -> None:

@@ -99,6 +99,7 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "stream": body.stream,
         "queueing": dict(body.queueing),
         "options": dict(body.options),
+        "shapes": list(body.shapes),
         "ignored": list(body.ignored),
     }
     return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in body.prompts]})

@@ -18,10 +18,11 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.contract.chat_shapes import MESSAGE_OF_SHAPE
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
-from penstock.contract.pool import notice_of
+from penstock.contract.pool import PoolRecord, notice_of
 from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
@@ -55,7 +56,7 @@ from penstock.gateway.stream.writer import (
 )
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
-from penstock.producer.parsed_body import RequestBody
+from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
@@ -96,8 +97,8 @@ class AnswerPlan:
         """The value of MAX_TOKENS_HEADER, if it is sent."""
         self._notice = ""
         """The value of NOTICE_HEADER, if it is sent."""
-        self._ignored: list[str] = []
-        """Names of fields that have no effect with this model."""
+        self._ignored: Sequence[str] = ()
+        """Fields that have no effect with this model, and messages that the node merges or moves for its template."""
 
     async def check(self) -> None:
         """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
@@ -151,8 +152,9 @@ class AnswerPlan:
             known = await self._record_of(job.pool)
         self._notice = notice_of(known, self.generation.body.task)
         body = self.generation.body
+        self._ignored = moved_names(body, known)
         if known is not None and known.reasoning_parser == "none" and body.params.reasoning_budget is not None:
-            self._ignored = [body.names.get("reasoning_budget", "reasoning_budget")]
+            self._ignored = [*self._ignored, body.names.get("reasoning_budget", "reasoning_budget")]
         if not self.generation.lowers_max_tokens or self.generation.body.params.max_tokens is None:
             return
         known = known or await self._record_of(job.pool)
@@ -212,6 +214,13 @@ class AnswerPlan:
             headers[NOTICE_HEADER] = self._notice
         ignored = [*self.generation.body.ignored, *self._ignored]
         return headers | {IGNORED_HEADER: _shown_names(ignored)} if ignored else headers
+
+
+def moved_names(body: ParsedBody, record: PoolRecord | None) -> list[str]:
+    """Return the names of messages that a node merges or moves, because the chat template refuses their order."""
+    shapes = set(body.shapes) & set(() if record is None else record.moved_messages)
+    field = body.names.get("prompt", "messages")
+    return sorted({f"{field}.{MESSAGE_OF_SHAPE[shape]}" for shape in shapes})
 
 
 def _shown_names(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import (
@@ -122,6 +122,17 @@ def tool_use_of(tools: Sequence[MessagesTool], wanted: WantedToolChoice | None, 
     return ToolUse.of(offers, choice, parallel)
 
 
+MAX_DEFERRED_TOOLS = 4096
+"""Tools of a body together with those that it defers."""
+
+
+def _few_offered(tools: list[MessagesTool] | None) -> list[MessagesTool] | None:
+    """Return the tools unchanged. Raises if too many of them are offered at once: deferred ones count for nothing."""
+    if sum(not tool.defer_loading for tool in tools or ()) > MAX_TOOLS:
+        raise PydanticCustomError("too_many", "must have at most {max} tools that are not deferred", {"max": MAX_TOOLS})
+    return tools
+
+
 def dropped_tools(tools: Sequence[MessagesTool]) -> list[str]:
     """Return the names under which the answer lists the tools that were not offered to the model."""
     return [f"tools.{tool.type}" for tool in tools if not tool.is_custom]
@@ -186,7 +197,9 @@ class ConversationBody(Wire):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     messages: Annotated[list[ConversationMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Annotated[str | None, BeforeValidator(system_text)] = None
-    tools: Annotated[list[MessagesTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[
+        list[MessagesTool] | None, FailFast(), Field(max_length=MAX_DEFERRED_TOOLS), AfterValidator(_few_offered)
+    ] = None
     tool_choice: WantedToolChoice | None = None
     thinking: Thinking | None = None
     cache_salt: str | None = None

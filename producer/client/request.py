@@ -469,7 +469,9 @@ def answer_format(
     if tool_use.tools is None:
         if record is None:
             return PLAIN
-        return AnswerFormat(None, _reasoning_parser(record, template_kwargs), marks=record.tool_format.reasoning)
+        form = record.tool_format
+        reasoning = _reasoning_parser(record, template_kwargs)
+        return AnswerFormat(None, reasoning, marks=form.reasoning, frame=form if form.has_frame else None)
     record = require_tool_parser(record)
     reasoning = _reasoning_parser(record, template_kwargs)
     form = record.tool_format
@@ -480,6 +482,7 @@ def answer_format(
         is_named=tool_use.is_named,
         functions=tool_use.tools if form.kind == "tagged" else None,
         marks=form.reasoning,
+        frame=form if form.has_frame else None,
     )
 
 

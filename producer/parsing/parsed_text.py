@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
+from penstock.contract.calls.messages import MarkDropper, MessageReader
 from penstock.contract.calls.reader import reader_of
 from penstock.contract.calls.reading import Call, num_held
 from penstock.contract.tool_formats import THINK, ToolFormat
@@ -50,6 +51,8 @@ class AnswerFormat:
     """The offered tools as JSON text, if their schemas type the arguments."""
     marks: tuple[str, str] = THINK
     """The marks around the reasoning."""
+    frame: ToolFormat | None = None
+    """The format whose marks stand around the messages or texts of the answer, if they do."""
 
     def read(self, text: str, *, is_cut: bool = False) -> ParsedText:
         """Parse a whole text. is_cut: it ended because of a limit."""
@@ -77,7 +80,12 @@ class AnswerReader:
     def __init__(self, form: AnswerFormat) -> None:
         self._one_call = form.one_call
         self._calls = None if form.calls is None else reader_of(form.calls, form.functions)
-        self._reasoning = _ReasoningReader(form.reasoning_parser, form.marks)
+        frame = form.frame
+        has_messages = frame is not None and bool(frame.header)
+        self._reasoning: MessageReader | _ReasoningReader = (
+            MessageReader(frame) if frame and has_messages else _ReasoningReader(form.reasoning_parser, form.marks)
+        )
+        self._dropper = MarkDropper(frame) if frame and not has_messages else None
 
     def push(self, text: str) -> ParsedText:
         """Add a piece of text and return the content that is certain now."""
@@ -90,14 +98,25 @@ class AnswerReader:
     def push_in_order(self, text: str) -> list[ParsedText]:
         """Do the same as `push`, but return text and calls as separate parts, in the order of the text."""
         reasoning, rest = self._reasoning.push(text)
-        return self._parts(reasoning, self._calls.push(rest) if self._calls else [rest])
+        return self._parts(reasoning, self._without_marks(self._calls.push(rest) if self._calls else [rest]))
 
     def end_in_order(self, *, is_cut: bool = False) -> list[ParsedText]:
         """Do the same as `end`, but return text and calls as separate parts, in the order of the text."""
         reasoning, rest = self._reasoning.end()
-        if self._calls is None:
-            return self._parts(reasoning, [rest])
-        return self._parts(reasoning, [*self._calls.push(rest), *self._calls.end(is_cut=is_cut)])
+        found = [rest] if self._calls is None else [*self._calls.push(rest), *self._calls.end(is_cut=is_cut)]
+        found = self._without_marks(found)
+        if self._dropper is not None:
+            found.append(self._dropper.end())
+        return self._parts(reasoning, found)
+
+    def _without_marks(self, found: Sequence[str | Call]) -> list[str | Call]:
+        """Return the texts without the marks around them."""
+        if self._dropper is None:
+            return [*found]
+        kept: list[str | Call] = []
+        for one in found:
+            kept += [self._dropper.push(one)] if isinstance(one, str) else [self._dropper.end(), one]
+        return kept
 
     def _parts(self, reasoning: str, found: Sequence[str | Call]) -> list[ParsedText]:
         parts = [ParsedText(reasoning=reasoning)] if reasoning else []
@@ -105,7 +124,8 @@ class AnswerReader:
         for one in found:
             # A text of nothing but marks of calls has a piece for each.
             if isinstance(one, str):
-                texts.append(one)
+                if one:
+                    texts.append(one)
             elif not self._one_call or one.index == 0:
                 if texts:
                     parts.append(ParsedText("".join(texts)))

@@ -208,6 +208,7 @@ def test_pool_record_bytes() -> None:
         + b"\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
         b"\xa5kinds\x92\xa8generate\xa1x\xb1thinking_switches\x91\xadthinking=true"
         b"\xb1sampling_defaults\x81\xa5top_k\x28\xaccapabilities\x92\xa4chat\xaacompletion\xactakes_effort\xc2"
+        b"\xaemoved_messages\x90"
     )
 
 

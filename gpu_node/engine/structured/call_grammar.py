@@ -10,13 +10,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from penstock.contract.calls.expressions import EXPRESSION_NAME
 from penstock.contract.errors import RequestError
+from penstock.contract.tool_formats import CDATA, ToolFormat, tokens_in
 from penstock.contract.tools import MAX_CALLS, TEXT_ARGUMENT, WantedCalls, WantedFunction, text_grammar_of
+from penstock.gpu_node.engine.structured.expression_grammar import ExpressionGrammar
 from penstock.gpu_node.engine.structured.quoted_grammar import QuotingError, quoted_grammar
 from penstock.gpu_node.engine.structured.tagged_grammar import TaggedGrammar, json_rule, quoted
 
 _ANY = r"(.|\n)"
 _BLANK = r"BLANK: /\n{1,2}/"
+_BARE_LIST_BEGINS = rf"\s*(<\|python_start\|>|\[\s*[^\s,:=\[\](){{}}<>\"'|]+\(){_ANY}*"
 _BARE_BEGINS = r'\s*(<\|python_tag\|>|\{\s*"name"\s*:|\{\s*"type"\s*:\s*"function")' + _ANY + "*"
 """The start of a text that the readers take for calls without a mark."""
 
@@ -25,10 +29,12 @@ class CallGrammar:
     """Writes one grammar. `token_of` returns the special token of a mark, or None if the mark is ordinary text."""
 
     def __init__(self, wanted: WantedCalls, token_of: Callable[[str], int | None]) -> None:
-        self._wanted = wanted
+        self._wanted, self._token_of = wanted, token_of
         self._format = wanted.form
-        self._opening = self._format.section or ("" if self._format.is_bare else self._format.call)
-        self._token_of = token_of
+        self._opening = "" if self._format.is_bare else self._format.section or self._format.call
+        self._first = self._opening.removeprefix(self._format.begun)
+        self._parallel = wanted.parallel and not self._format.is_single
+        self._expressions = ExpressionGrammar(self._format, self.mark, self.text_value())
 
     def lark(self) -> str:
         """Return the grammar. Raises RequestError for a function whose arguments cannot be held to their schema."""
@@ -36,7 +42,10 @@ class CallGrammar:
         rules = [f"start: {self._reasoning()} {self._body()}", *self._lexemes(), *functions]
         if self._wanted.answer is not None:
             rules.append(f"answer{json_rule(json.loads(self._wanted.answer))}")
-        return "\n".join([*rules, "function: " + " | ".join(f"f{i}" for i in range(len(functions)))])
+        rules.append("function: " + " | ".join(f"f{i}" for i in range(len(functions))))
+        if self._format.is_bare and self._format.is_list:
+            rules.append("opened: " + " | ".join(f"o{i}" for i in range(len(functions))))
+        return "\n".join(rules)
 
     def _reasoning(self) -> str:
         """Return the rule for the reasoning before the answer, as the model's template expects it."""
@@ -46,26 +55,36 @@ class CallGrammar:
         thought = self._up_to(closing, "THOUGHT", "thought")
         if self._wanted.required or self._wanted.answer is not None:
             thought += " BLANK?"
+        thought += f" {self.mark(self._format.turn)}"
         return thought if self._wanted.reasoning == "think_open" else f"({self.mark(opening)} {thought})?"
 
     def _body(self) -> str:
         wanted, form = self._wanted, self._format
+        begin = f"({self.mark(form.text_opening)} {self.mark(form.text_end)})?" if form.text_end else ""
         if wanted.required:
-            return self._calls(self.mark(self._opening))
+            return f"{begin} {self._calls(self.mark(self._first))}"
+        text_opening = self.mark(form.text_opening.removeprefix(form.begun))
         if wanted.answer is not None:
-            return f"({self._calls(self.mark(self._opening))} | answer)"
+            return f"({begin} {self._calls(self.mark(self._first))} | {text_opening} answer {self.mark(form.text_end)})"
+        if form.text_end:
+            said = self._up_to(form.text_end, "TEXT", "said")
+            return f"({text_opening} {said})? ({self._calls(self.mark(self._first))})?"
+        if form.text_opening:
+            return f"({self._calls(self.mark(self._first))} | {text_opening} TEXT?)"
         opening = self._up_to(self._opening, "TEXT", "opening")
-        if form.section_end or (form.call_end and not form.section):
+        if not (form.is_single or form.is_bare) and (form.section_end or (form.call_end and not form.section)):
             # Text may follow what has an end.
-            return f"({opening} {self._rest()}){{0,{MAX_CALLS if wanted.parallel else 1}}} TEXT?"
+            return f"({opening} {self._rest()}){{0,{MAX_CALLS if self._parallel else 1}}} TEXT?"
         return f"({self._calls(opening)} | TEXT?)"
 
     def _calls(self, opening: str) -> str:
         """Return the rule for calls after their first mark: one list of calls, or several with a mark each."""
         form = self._format
         if form.is_bare:
-            return self._several("function")
-        if not self._wanted.parallel or (form.section and not form.section_per_call):
+            return f'{self._several("function", "opened")} "]"' if form.is_list else self._several("function")
+        before, after = form.recipient
+        opening = f"{quoted(before)} RECEIVER {self.mark(after)} {opening}" if before else opening
+        if not self._parallel or (form.section and not form.section_per_call):
             return f"{opening} {self._rest()}"
         again = f"{self.separator()} {self.mark(self._opening)} {self._rest()}"
         return f"{opening} {self._rest()} ({again}){{0,{MAX_CALLS - 1}}}"
@@ -79,10 +98,12 @@ class CallGrammar:
         call = "function" if form.kind == "json" else f"{self.mark(form.call)} function"
         calls = call if form.section_per_call else self._several(call)
         inner = f'" "? "[" {calls} "]"' if form.is_list else f"{padding} {calls} {padding}"
+        inner = f'("\\n" | " ") "```json\\n" {inner} "\\n```"' if form.is_fenced else inner
         return f"{inner} {self.mark(form.section_end)}"
 
-    def _several(self, call: str) -> str:
-        return f"{call} ({self.separator()} {call}){{0,{MAX_CALLS - 1}}}" if self._wanted.parallel else call
+    def _several(self, call: str, first: str = "") -> str:
+        first = first or call
+        return f"{first} ({self.separator()} {call}){{0,{MAX_CALLS - 1}}}" if self._parallel else first
 
     def separator(self) -> str:
         """Return what stands between two calls."""
@@ -91,35 +112,66 @@ class CallGrammar:
     def _lexemes(self) -> list[str]:
         form = self._format
         marks = "|".join(map(_escaped, form.beginnings))
-        call = _BARE_BEGINS if form.is_bare else f"{_ANY}*({marks}){_ANY}*"
+        call = f"{_ANY}*({marks}){_ANY}*"
+        if form.is_bare:
+            call = _BARE_LIST_BEGINS if form.is_list else _BARE_BEGINS
         lexemes = [_without("TEXT", call), _without("THOUGHT", f"{_ANY}*{_escaped(form.reasoning[1])}{_ANY}*"), _BLANK]
-        ends = (("thought", form.reasoning[1]), ("opening", self._opening), ("value", form.value_end))
-        lexemes += [f"{name}[lazy]: /{_ANY}*{_escaped(end)}/" for name, end in ends if end]
-        if form.value_end:
-            lexemes.append(_without("VALUE", f"{_ANY}*{_escaped(form.value_end)}{_ANY}*"))
+        value_end = form.value_end or form.text_mark
+        ends = (
+            ("thought", form.reasoning[1]),
+            ("opening", self._opening),
+            ("value", value_end),
+            ("said", form.text_end),
+        )
+        # A value that begins like CDATA is one.
+        begin = {"value": "([^<]" if form.has_cdata else ""}
+        lexemes += [
+            f"{name}[lazy]: /{begin.get(name) or ''}{_ANY}*{')?' if begin.get(name) else ''}{_escaped(end)}/"
+            for name, end in ends
+            if end
+        ]
+        if form.has_cdata:
+            lexemes.append(f"cdata[lazy]: /{_ANY}*{_escaped(CDATA[1] + value_end)}/")
+        if value_end:
+            lexemes.append(_without("VALUE", f"{_ANY}*{_escaped(value_end)}{_ANY}*"))
+        if form.kind == "expressions":
+            lexemes += self._expressions.common_rules()
+        elif value_end:
             lexemes.append(r"KEY: /[^<>\"\n]{1,64}/")
-        return [*lexemes, "ID: /[A-Za-z0-9]{1,32}/", "NUMBER: /[0-9]{1,3}/"]
+        return [*lexemes, "ID: /[A-Za-z0-9]{1,32}/", "NUMBER: /[0-9]{1,3}/", r"RECEIVER: /[^\s<>]{1,64}/"]
 
     def _up_to(self, mark: str, text: str, whole: str) -> str:
         """Return a rule for any text up to and including the first mark."""
-        return whole if self._token_of(mark) is None else f"{text}? {self.mark(mark)}"
+        first = next(iter(self._parts(mark)), "")
+        return whole if self._token_of(first) is None else f"{text}? {self.mark(mark)}"
+
+    def _parts(self, mark: str) -> list[str]:
+        """Return the special tokens in a mark and the texts between them."""
+        if self._token_of(mark) is not None or all(self._token_of(part) is None for part in tokens_in(mark)):
+            return [mark] if mark else []
+        return tokens_in(mark)
 
     def mark(self, mark: str) -> str:
         """Return what stands for a mark in a rule; nothing for an empty one."""
-        if not mark:
-            return ""
-        token_id = self._token_of(mark)
-        return quoted(mark) if token_id is None else f"<[{token_id}]>"
+        found = [(part, self._token_of(part)) for part in self._parts(mark)]
+        return " ".join(quoted(part) if token_id is None else f"<[{token_id}]>" for part, token_id in found)
 
     def text_value(self) -> str:
         """Return the rule for the value of a text argument, up to and including its closing mark."""
-        return self._up_to(self._format.value_end, "VALUE", "value")
+        value = self._up_to(self._format.value_end or self._format.text_mark, "VALUE", "value")
+        return f"({quoted(CDATA[0])} cdata | {value})" if self._format.has_cdata else value
 
     def _function(self, i: int, function: WantedFunction) -> str:
         form, schema = self._format, _of_objects(function)
         if form.kind == "tagged":
             arguments = TaggedGrammar(form, self.mark, self.text_value()).rules(i, function.name, schema)
             return f"f{i}: {self._head(function.name)} a{i} {self.mark(form.call_end)}\n{arguments}"
+        if form.kind == "expressions":
+            arguments = self._expressions.rules(i, function.name, schema)
+            rule = f"f{i}: {self._head(function.name)} a{i} {self.mark(form.call_end)}\n{arguments}"
+            # One terminal up to where the call can be told from text.
+            opened = f"\no{i}: {quoted(f'[{function.name}{form.name_end}')} a{i}"
+            return rule + opened if form.is_bare else rule
         grammar = text_grammar_of(schema)
         parameters = f"p{i}{json_rule(schema)}" if grammar is None else _text_rules(i, function.name, *grammar)
         if form.kind == "named":
@@ -132,10 +184,14 @@ class CallGrammar:
         """Return the rule for a name between marks, without the mark before it."""
         form = self._format
         ends = [form.name_end] if form.name_end else [form.argument, form.call_end]
-        if any(mark in name for mark in (*ends, form.id_mark or ends[0], "\n")) or name != name.strip():
+        if (
+            any(mark in name for mark in (*ends, form.id_mark or ends[0], "\n"))
+            or name != name.strip()
+            or not _may_be_called(form, name)
+        ):
             message = f"tools: the name {name[:100]!r} has a mark of this model's calls in it; choose another name"
             raise RequestError(message, param="tools")
-        number = '":" NUMBER' if form.counts_calls else ""
+        number = f"{self.mark(form.number_mark)} NUMBER" if form.number_mark else ""
         call_id = f"ID {self.mark(form.id_end)}" if form.id_end else ""
         return f"{call_id} {quoted(form.name_prefix + name)} {number} {self.mark(form.name_end)}"
 
@@ -159,9 +215,13 @@ def _of_objects(function: WantedFunction) -> dict[str, Any]:
     return schema | {"type": "object"}
 
 
+def _may_be_called(form: ToolFormat, name: str) -> bool:
+    return form.kind != "expressions" or EXPRESSION_NAME.match(name) is not None
+
+
 def _without(name: str, call: str) -> str:
     return f"{name}: /{_ANY}+/ & ~/{call}/"
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

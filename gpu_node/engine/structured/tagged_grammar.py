@@ -12,7 +12,7 @@ from penstock.contract.tool_formats import ToolFormat
 from penstock.contract.tools import TEXT_ARGUMENT, text_grammar_of
 from penstock.gpu_node.engine.structured.quoted_grammar import QuotingError, quoted_grammar
 
-_OF_OBJECTS = frozenset(
+OF_OBJECTS = frozenset(
     (
         "type",
         "properties",
@@ -26,9 +26,9 @@ _OF_OBJECTS = frozenset(
     )
 )
 """The keywords of a function's schema that a grammar of tags can hold."""
-_ONLY_SAID = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
+ONLY_SAID = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
 """The keywords of a value's schema that do not limit a text."""
-_DEFINITIONS = ("$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
 
 
 def quoted(text: str) -> str:
@@ -54,20 +54,20 @@ class TaggedGrammar:
     def rules(self, i: int, name: str, schema: Mapping[str, Any]) -> str:
         """Return the rule `a{i}` and those that it uses. Raises RequestError for a schema that no grammar can hold."""
         padding = quoted(self._form.padding) if self._form.padding else ""
-        unknown = sorted(schema.keys() - _OF_OBJECTS)
+        unknown = sorted(schema.keys() - OF_OBJECTS)
         if unknown:
-            raise _unheld(name, f"{unknown[0]} beside the properties")
+            raise unheld(name, f"{unknown[0]} beside the properties")
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not properties and schema.get("additionalProperties", True) is not False:
             return f"a{i}: {padding} ({self._argument('KEY', self._any_value())} {padding})*"
         if missing := [key for key in required if key not in properties]:
-            raise _unheld(name, f"the required property {missing[0]!r} without a schema")
+            raise unheld(name, f"the required property {missing[0]!r} without a schema")
         parts, rules = [padding], list[str]()
         grammar = text_grammar_of(schema)
         types = types_in(schema)
         for j, (key, value) in enumerate(properties.items()):
             if self._form.key_end in key or key != key.strip() or not key:
-                raise _unheld(name, f"the property {key!r}, whose name holds a mark of this model's calls")
+                raise unheld(name, f"the property {key!r}, whose name holds a mark of this model's calls")
             if grammar is not None and key == TEXT_ARGUMENT:
                 held = self._text_of_grammar(f"v{i}_{j}", name, *grammar, rules)
             else:
@@ -77,12 +77,16 @@ class TaggedGrammar:
         return "\n".join([f"a{i}: {' '.join(parts)}", *rules])
 
     def _argument(self, key: str, value: str) -> str:
-        return f"{self._mark(self._form.argument)} {key} {self._mark(self._form.key_end)} {value}"
+        end = f"KEY {self._mark(self._form.key_end)}" if self._form.ends_with_key else ""
+        return f"{self._mark(self._form.argument)} {key} {self._mark(self._form.key_end)} {value} {end}"
 
-    def _opened(self, *, is_text: bool) -> str:
+    def _opened(self, *, is_text: bool, kinds: frozenset[str] = frozenset()) -> str:
         """Return what stands between the mark behind a key and the value."""
         form = self._form
         told = quoted("true" if is_text else "false") if form.tells_text else ""
+        if form.tells_type:
+            words = ["string"] if is_text else sorted({"number" if one == "integer" else one for one in kinds})
+            told = f"({' | '.join(map(quoted, words))})"
         newline = quoted("\n") if form.has_newlines else ""
         return f"{told} {self._mark(form.value)} {newline}"
 
@@ -108,18 +112,18 @@ class TaggedGrammar:
         texts = own.get("enum", [own["const"]] if "const" in own else None)
         if types == {"string"} and isinstance(texts, list) and all(isinstance(one, str) for one in texts):
             if any(self._form.value_end in one for one in texts):
-                raise _unheld(name, f"a value of {key!r} that holds a mark of this model's calls")
+                raise unheld(name, f"a value of {key!r} that holds a mark of this model's calls")
             listed = " | ".join(quoted(one) if one else '""' for one in texts)
             return f"{self._opened(is_text=True)} ({listed}) {self._closed()}"
         if "string" in types or not types:
-            if not _is_any_text(own):
-                raise _unheld(name, f"the limits of the text {key!r}")
+            if not is_any_text(own):
+                raise unheld(name, f"the limits of the text {key!r}")
             return self._any_value()
-        definitions = {one: root[one] for one in _DEFINITIONS if one in root}
+        definitions = {one: root[one] for one in DEFINITIONS if one in root}
         if '"$ref": "#' in json.dumps(own) and not definitions:
-            raise _unheld(name, f"the reference in {key!r}")
+            raise unheld(name, f"the reference in {key!r}")
         rules.append(rule + json_rule(own | definitions))
-        return f"{self._opened(is_text=False)} {rule} {self._closed()}"
+        return f"{self._opened(is_text=False, kinds=types)} {rule} {self._closed()}"
 
     def _text_of_grammar(self, rule: str, name: str, syntax: str, definition: str, rules: list[str]) -> str:
         try:
@@ -134,14 +138,14 @@ class TaggedGrammar:
         return f"{self._opened(is_text=True)} {rule} {self._closed()}"
 
 
-def _is_any_text(schema: Mapping[str, Any]) -> bool:
+def is_any_text(schema: Mapping[str, Any]) -> bool:
     """Whether any text satisfies a schema, or is read as another type that satisfies it."""
-    if not schema.keys() <= _ONLY_SAID | {"anyOf", "oneOf"}:
+    if not schema.keys() <= ONLY_SAID | {"anyOf", "oneOf"}:
         return False
     members = schema.get("anyOf", schema.get("oneOf", []))
-    return all(isinstance(one, dict) and one.keys() <= _ONLY_SAID for one in members)
+    return all(isinstance(one, dict) and one.keys() <= ONLY_SAID for one in members)
 
 
-def _unheld(name: str, what: str) -> RequestError:
+def unheld(name: str, what: str) -> RequestError:
     message = f"tools: in this model's format of calls no grammar can hold {what} of function {name[:100]!r}"
     return RequestError(message, param="tools")

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError, UnavailableError
+from penstock.contract.tool_formats import REASONING_MARKS, THINK, tokens_in
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
 from penstock.runtime.socket_process import end_process, start_process
@@ -27,9 +28,35 @@ from penstock.runtime.socket_process import end_process, start_process
 log = logging.getLogger(__package__)
 
 
-_TURN_ENDS = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|end_of_turn|>")
-) | {"<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "[EOT]"}
+def reasoning_marks_of(template: ChatTemplate) -> tuple[str, str]:
+    """Return the marks around the model's reasoning; those of most models if the template has none."""
+    return found_marks(template) or THINK
+
+
+def found_marks(template: ChatTemplate) -> tuple[str, str] | None:
+    """Return the marks around reasoning that a template has, or None."""
+    by_source = next((marks for marks in REASONING_MARKS if marks[0].rstrip() in template.source), None)
+    return by_source or _written_marks_of(template)
+
+
+def _written_marks_of(template: ChatTemplate) -> tuple[str, str] | None:
+    """Return the marks of which one stands at the end of a prompt, for templates that build marks of parts."""
+    parts = [marks for marks in REASONING_MARKS if all(one in template.source for one in tokens_in(marks[0])[::2])]
+    if not parts:
+        return None
+    with suppress(RequestError, UnavailableError):
+        text = template.render([{"role": "user", "content": "x"}])
+        return next((marks for marks in parts if text.endswith(marks)), None)
+    return None
+
+
+_TURN_ENDS = (
+    frozenset(
+        ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|end_of_turn|>")
+    )
+    | {"<|call|>", "<|end_of_msg|>", "[e~["}
+    | {"<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "[EOT]"}
+)
 
 
 def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[str]:
@@ -45,7 +72,8 @@ def ends_of_turn(template: ChatTemplate, added: Collection[str]) -> frozenset[st
         after = template.render(chat, None, {GENERATION_PROMPT: False}).rpartition(mark)[2].lstrip()
     first = max((token for token in added if token and after.startswith(token)), key=len, default=None)
     known = {token for token in _TURN_ENDS if token in added and token in template.source}
-    return frozenset(known if first is None else known | {first})
+    found = known if first is None else known | {first}
+    return frozenset(found - set(reasoning_marks_of(template)))  # The end of reasoning is none of the answer.
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], reasoning_key: str | None = None) -> list[dict[str, Any]]:

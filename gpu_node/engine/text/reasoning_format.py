@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
-from penstock.contract.tool_formats import REASONING_MARKS, THINK
 from penstock.contract.tools import GENERATION_PROMPT, THINKING_VARIABLES, ReasoningParserName, thinking_setting
-from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate
+from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate, found_marks, reasoning_marks_of
 
 _EFFORT = re.compile(r"\breasoning_effort\b")
 _KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -19,14 +18,9 @@ _KEYS = ("reasoning_content", "reasoning", "thinking")
 _MAX_CLOSING_CHARS = 256
 
 
-def reasoning_marks_of(template: ChatTemplate) -> tuple[str, str]:
-    """Return the marks around the model's reasoning; those of most models if the template has none."""
-    return next((marks for marks in REASONING_MARKS if marks[0] in template.source), THINK)
-
-
 def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
     """Return the reasoning parser, by the template's use of its marks and whether it opens it for the assistant."""
-    if reasoning_marks_of(template)[0] not in template.source:
+    if found_marks(template) is None:
         return "none"
     with suppress(TooCostlyError):
         return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
@@ -38,7 +32,7 @@ def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
 
     Without them, it opens the reasoning for the assistant or leaves it closed.
     """
-    if reasoning_marks_of(template)[0] not in template.source:
+    if found_marks(template) is None:
         return ()
     try:
         is_open = _opens_reasoning(template, NO_VARIABLES)
@@ -87,7 +81,7 @@ def earlier_reasoning_of(template: ChatTemplate, marks: tuple[str, str]) -> Earl
 def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> bool:
     try:
         text = template.render([{"role": "user", "content": "x"}], None, variables)
-        return text.rstrip().endswith(reasoning_marks_of(template)[0])
+        return text.rstrip().endswith(reasoning_marks_of(template)[0].rstrip())
     except TooCostlyError:
         raise  # It would take as long again with other variables.
     except RequestError:

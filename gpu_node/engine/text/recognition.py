@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from penstock.contract.calls.messages import MessageReader
 from penstock.contract.calls.reader import reader_of
 from penstock.contract.calls.reading import Call
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
-from penstock.contract.tool_formats import FALLBACK, FORMATS, ToolFormat
+from penstock.contract.tool_formats import FALLBACK, FORMATS, ToolFormat, tokens_in
 from penstock.contract.tools import GENERATION_PROMPT
-from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate
+from penstock.gpu_node.engine.text.chat import ChatTemplate
+from penstock.gpu_node.engine.text.repairs import NO_REFUSALS, Refusals, repaired_calls
 
 _NAME, _OTHER = "find_trains_q7", "list_stations_q8"
 _TYPES = {"city": "string", "days": "integer", "exact": "boolean", "tags": "array", "note": "string"}
@@ -34,11 +36,13 @@ _VALUES = {
     "city": 'Zürich "北京" <b>',
     "days": 3,
     "exact": True,
-    "tags": ["q9", {"k": [1.5, None]}],
+    "tags": ["q9", {"k": [1.5, True]}],
     "note": "two\nlines",
 }
 _FULL, _EMPTY = (_NAME, _VALUES), (_OTHER, dict[str, Any]())
 _QUESTION, _SAID, _RESULT = "Which trains q1?", "I look them up q2.", "The 8:15 q3."
+_LEAST_MARK_CHARS = 7
+"""A format without any longer mark is not recognized by its marks alone."""
 _TRIALS: tuple[tuple[tuple[tuple[str, Mapping[str, Any]], ...], str], ...] = (
     ((_FULL,), ""),
     ((_EMPTY,), ""),
@@ -46,6 +50,12 @@ _TRIALS: tuple[tuple[tuple[tuple[str, Mapping[str, Any]], ...], str], ...] = (
     ((_FULL,), _SAID),
 )
 """Calls and the text before them. The first one must be rendered; others that the template refuses do not count."""
+
+
+OfferedAs = Literal["tools", "functions", "xml_tools", "message"]
+"""A variable with tools, with functions as JSON text, or with functions; or a member of the system message with them as
+JSON text."""
+_PLACES: tuple[OfferedAs, ...] = ("functions", "xml_tools", "message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +72,47 @@ class ToolUseOfTemplate:
     shows_results: bool = True
     """Whether it shows messages of the role `tool`."""
     has_system_role: bool = True
+    offered_as: OfferedAs = "tools"
+    """Where the template finds the tools."""
+
+    def offer(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, dict[str, Any]]:
+        """Return the messages, tools and further variables with which the template offers tools."""
+        return offered(messages, tools, self.offered_as)
 
 
-def recognized(template: ChatTemplate, added_tokens: Collection[str], override: str | None = None) -> ToolUseOfTemplate:
-    """Return how to use a template for tools. `override`: the name of a format that the operator gave.
+def offered(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], place: OfferedAs
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, dict[str, Any]]:
+    """Return the messages, tools and further variables that put tools where a template finds them."""
+    kept = [dict(one) for one in messages]
+    functions = [tool["function"] for tool in tools]
+    if place == "functions":
+        return kept, None, {"functions": json.dumps(functions, ensure_ascii=False)}
+    if place == "xml_tools":
+        return kept, None, {"xml_tools": functions}
+    if place == "message":
+        if kept[0]["role"] != "system":
+            kept.insert(0, {"role": "system", "content": ""})
+        kept[0]["tools"] = json.dumps(functions, ensure_ascii=False)
+        return kept, None, {}
+    return kept, tools, {}
+
+
+def recognized(
+    template: ChatTemplate, added_tokens: Collection[str], override: str | None = None, refusals: Refusals = NO_REFUSALS
+) -> ToolUseOfTemplate:
+    """Return how to use a template for tools. `override`: the name of a format that the operator gave. `refusals`: what
+    the template was seen to refuse.
 
     Raises ConfigError if the template does not compile.
     """
-    trials = _Trials(template)
-    texts = trials.texts() if template.takes_tools else []
+    trials = _Trials(template, refusals)
+    takes_tools = template.takes_tools or trials.find_place()
+    texts = trials.texts() if takes_tools else []
     forced = None if override is None else {**FORMATS, FALLBACK.name: FALLBACK}[override]
-    if forced is not None and not forced.is_told and template.takes_tools:
+    if forced is not None and not forced.is_told and takes_tools:
         shows = bool(texts) and _NAME in texts[0][1]
         return trials.used(forced, f"--tool-parser {override}", shows_calls=shows)
     if forced is None and texts:
@@ -83,7 +123,7 @@ def recognized(template: ChatTemplate, added_tokens: Collection[str], override: 
         elif (form := _best(texts)) is not None:
             return trials.used(form, "reads back the calls that the template renders", shows_calls=True)
     why = f"--tool-parser {override}" if forced else "no known format reads back what the template renders"
-    why = why if template.takes_tools or forced else "the template takes no tools"
+    why = why if takes_tools or forced else "the template takes no tools"
     return trials.told(replace(forced or FALLBACK, is_told=True), why)
 
 
@@ -91,7 +131,10 @@ def _by_marks(template: ChatTemplate, added_tokens: Collection[str]) -> ToolForm
     """Return the format all of whose marks are special tokens, if the template names one of them or has them all."""
     for form in FORMATS.values():
         marks = [mark for mark in (form.section, form.section_end, form.call, form.call_end, form.name_end) if mark]
-        if not form.is_bare and all(mark in template.source or mark in added_tokens for mark in marks):
+        marks = [part for mark in marks for part in tokens_in(mark) if len(part.strip()) > 2]
+        if form.is_bare or form.header or not any(len(mark) > _LEAST_MARK_CHARS for mark in marks):
+            continue
+        if all(mark in template.source or mark in added_tokens for mark in marks):
             return form
     return None
 
@@ -109,8 +152,12 @@ def _num_left(form: ToolFormat, texts: Sequence[tuple[int, str, str]]) -> int | 
         calls, said = _TRIALS[trial]
         reader = reader_of(form, json.dumps(_TOOLS))
         found: dict[int, Call] = {}
-        plain = ""
-        for part in (*reader.push(answer if form.is_bare else text), *reader.end()):
+        plain, thought, shown = "", "", answer if form.is_bare or form.header else text
+        if form.header:
+            messages = MessageReader(form)
+            (thought, shown), (_, rest) = messages.push(shown), messages.end()
+            shown += rest
+        for part in (*reader.push(shown), *reader.end()):
             if isinstance(part, str):
                 plain += part
             else:
@@ -118,7 +165,7 @@ def _num_left(form: ToolFormat, texts: Sequence[tuple[int, str, str]]) -> int | 
         is_whole = all(call.end == "whole" for call in found.values())
         if not is_whole or [(one.name, json.loads(one.arguments)) for one in found.values()] != list(calls):
             return None
-        is_lost = said in text and said not in plain
+        is_lost = said in text and said not in plain + thought
         if is_lost or any(word in plain for word in (_NAME, _OTHER, "Zürich", "q9")):
             return None
         num_left += len(plain)
@@ -128,8 +175,24 @@ def _num_left(form: ToolFormat, texts: Sequence[tuple[int, str, str]]) -> int | 
 class _Trials:
     """Renders the trial chats of a template."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, refusals: Refusals) -> None:
+        self._template, self._refusals = template, refusals
+        self._place: OfferedAs = "tools"
+
+    def find_place(self) -> bool:
+        """Find where a template without a variable `tools` takes them from. Return whether it takes any."""
+        question: list[dict[str, Any]] = [{"role": "system", "content": _SAID}, {"role": "user", "content": _QUESTION}]
+        for place in _PLACES:
+            if ("tools" if place == "message" else place) in self._template.source:
+                self._place = place
+                if _NAME in (self._rendered(question, _TOOLS, begins_answer=True) or ""):
+                    return True
+        self._place = "tools"
+        return False
+
+    def _repaired(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        # Several calls stay in one message: their template refuses this trial, which then does not count.
+        return repaired_calls([message], replace(self._refusals, several_calls=False))
 
     def texts(self) -> list[tuple[int, str, str]]:
         """Return for each accepted trial its number, the text after the question, and that after the answer's begin."""
@@ -137,7 +200,7 @@ class _Trials:
         begin = self._rendered(question, _TOOLS, begins_answer=True)
         found = list[tuple[int, str, str]]()
         for number, (calls, said) in enumerate(_TRIALS):
-            text = self._rendered([*question, _message(calls, said)], _TOOLS)
+            text = self._rendered([*question, *self._repaired(_message(calls, said))], _TOOLS)
             if text is None and number == 0:
                 return []
             after = "" if text is None else text.rpartition(_QUESTION)[2]
@@ -151,9 +214,9 @@ class _Trials:
     def used(self, form: ToolFormat, reason: str, *, shows_calls: bool) -> ToolUseOfTemplate:
         """Return how to use a template that offers tools itself."""
         asked: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}]
-        asked.append(_message((_FULL,), "") if shows_calls else {"role": "assistant", "content": _SAID})
+        asked += self._repaired(_message((_FULL,), "")) if shows_calls else [{"role": "assistant", "content": _SAID}]
         shows = self._shows_result(asked, _TOOLS)
-        return ToolUseOfTemplate(form, reason, True, shows_calls, shows, self._has_system_role())
+        return ToolUseOfTemplate(form, reason, True, shows_calls, shows, self._has_system_role(), self._place)
 
     def told(self, form: ToolFormat, reason: str) -> ToolUseOfTemplate:
         """Return how to use a template to which the node tells the tools."""
@@ -172,8 +235,11 @@ class _Trials:
         self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, begins_answer: bool = False
     ) -> str | None:
         try:
-            variables = NO_VARIABLES if begins_answer else {GENERATION_PROMPT: False}
-            return self._template.render(chat, tools, variables)
+            variables: dict[str, Any] = {} if begins_answer else {GENERATION_PROMPT: False}
+            if tools is not None:
+                chat, given, more = offered(chat, tools, self._place)
+                return self._template.render(chat, given, variables | more)
+            return self._template.render(chat, None, variables)
         except TooCostlyError:
             raise  # It would take as long again.
         except (RequestError, UnavailableError):

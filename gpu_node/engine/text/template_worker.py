@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -53,6 +54,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Encode JSON without escapes for HTML, which Jinja's own filter adds and a model would read literally."""
+    if isinstance(value, Iterator):
+        value = list(value)  # That of a filter such as `map`.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -72,8 +75,12 @@ def _compiled(source: str, variables: dict[str, str]) -> tuple[Template, bool]:
 
 def _rendered(template: Template, chat: dict[str, Any]) -> tuple[str, str]:
     """Return the kind of an answer and its text."""
+    now = datetime.fromisoformat(chat["now"])
     variables = {
-        "strftime_now": datetime.fromisoformat(chat["now"]).strftime,
+        "strftime_now": now.strftime,
+        # Firefunction cannot do without these.
+        "datetime": now.strftime("%Y-%m-%d %H:%M:%S"),
+        "functions": "",
         **chat["variables"],
         "messages": chat["messages"],
         "tools": chat["tools"],

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError
+from penstock.contract.chat_shapes import ChatShape
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError, UnavailableError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
-from penstock.contract.tool_formats import NO_CALLS, TELLING_MARKS, TELLING_OF_REASONING, THINK, ToolFormat
+from penstock.contract.tool_formats import NO_CALLS, REASONING_MARKS, THINK, ToolFormat, telling_marks, tokens_in
 from penstock.contract.tools import ReasoningParserName, reasoning_parser_for
-from penstock.gpu_node.engine.text.chat import NO_VARIABLES, ChatTemplate, ends_of_turn, template_messages
+from penstock.gpu_node.engine.text.chat import ChatTemplate, ends_of_turn, reasoning_marks_of, template_messages
 from penstock.gpu_node.engine.text.encoder import (
     MAX_CACHED_PROMPT_TOKENS,
     MIN_CACHED_CHARS,
@@ -36,19 +38,24 @@ from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.reasoning_format import (
     EarlierReasoning,
     earlier_reasoning_of,
-    reasoning_marks_of,
     reasoning_parser_of,
     takes_effort,
     thinking_switches_of,
 )
 from penstock.gpu_node.engine.text.recognition import ToolUseOfTemplate, recognized
+from penstock.gpu_node.engine.text.repairs import (
+    NO_REFUSALS,
+    Refusals,
+    described_tools,
+    moved_messages,
+    refusals_of,
+    repaired_calls,
+)
 from penstock.gpu_node.engine.text.telling import with_tools_written
 from penstock.gpu_node.engine.text.tokenizer_files import OF_TOOLS, read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.reading import reading
 
-_TELLING = TELLING_MARKS | TELLING_OF_REASONING
-"""Special tokens that stay in the output text, since the readers of calls and reasoning need them."""
 _METASPACE = "\u2581"
 
 
@@ -202,17 +209,12 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
         reasoning_key = self._earlier_reasoning.key if any(one.get("reasoning") for one in messages) else None
-        rendered = template_messages(messages, reasoning_key)
-        offered = None if tools is None else json.loads(tools)
+        rendered = moved_messages(template_messages(messages, reasoning_key), self.refusals)
+        offered: Sequence[Mapping[str, Any]] | None = None if tools is None else json.loads(tools)
+        more: dict[str, Any] = {}
         if offered is not None or any("tool_calls" in one or one["role"] == "tool" for one in rendered):
-            use = self.tool_use
-            if use is None and offered is not None:
-                message = "this model takes no tools (--tool-parser none); send the request without tools"
-                raise RequestError(message, param="tools")
-            if use is not None:
-                rendered = with_tools_written(rendered, offered, use)
-                offered = offered if use.offers_tools else None
-        variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
+            rendered, offered, more = self._with_tools(rendered, offered)
+        variables = more if template_kwargs is None else more | json.loads(template_kwargs)
         template = self._tool_template if offered is not None and self._tool_template else self._template
         try:
             text = template.render(rendered, offered, variables, now)
@@ -225,6 +227,24 @@ class Tokenizer:
         if max_tokens is not None:
             self._require_fit(text, max_tokens)
         return self._long_texts.encode(text, framed=True) if framed else self._chats.encode(text, owner)
+
+    def _with_tools(
+        self, messages: list[dict[str, Any]], offered: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, dict[str, Any]]:
+        """Return messages with calls and results as the template takes them, and the tools and variables it gets."""
+        use, refusals = self.tool_use, self.refusals
+        if use is None:
+            if offered is None:
+                return messages, None, {}
+            message = "this model takes no tools (--tool-parser none); send the request without tools"
+            raise RequestError(message, param="tools")
+        if offered is None and refusals.calls_without_tools:
+            use = replace(use, shows_calls=False, shows_results=False)
+        written = with_tools_written(messages, offered, use)
+        written = repaired_calls(written, refusals)
+        if offered is None or not use.offers_tools:
+            return written, None, {}
+        return use.offer(written, described_tools(offered) if refusals.missing_description else offered)
 
     def _require_fit(self, text: str, max_tokens: int) -> None:
         """Refuse a text that is too long at the most bytes per token. To encode it could take hundreds of MiB."""
@@ -253,7 +273,12 @@ class Tokenizer:
         if self._tool_template is None or self._tool_parser == "none":
             return None
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        return recognized(self._tool_template, added, self._tool_parser)
+        return recognized(self._tool_template, added, self._tool_parser, self.refusals)
+
+    @cached_property
+    def refusals(self) -> Refusals:
+        """What the chat template refuses. Renders some chats at the first use."""
+        return NO_REFUSALS if self._tool_template is None else refusals_of(self._tool_template)
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -305,7 +330,8 @@ class Tokenizer:
     @cached_property
     def _reasoning_rule(self) -> ReasoningRule:
         opening, closing = THINK if self._template is None else reasoning_marks_of(self._template)
-        closing_ids = self.encode(self._earlier_reasoning.closing, framed=False)
+        # In an answer of messages, a header follows.
+        closing_ids = self.encode(self._earlier_reasoning.closing + self.tool_format.turn, framed=False)
         return ReasoningRule(
             closing.encode(),
             tuple(closing_ids),
@@ -314,6 +340,11 @@ class Tokenizer:
             self.id_of(opening),
             self._strips_first_space,
         )
+
+    @property
+    def moved_shapes(self) -> tuple[ChatShape, ...]:
+        """The shapes of chats whose messages are merged or moved, because the chat template refuses them."""
+        return self.refusals.moved_shapes
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""
@@ -387,16 +418,26 @@ class Tokenizer:
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         for template in {self._template, self._tool_template}:
             if template is not None:
-                texts |= ends_of_turn(template, added)
+                texts |= ends_of_turn(template, added) - self._opening_tokens
         token_ids = (self._backend.token_to_id(text) for text in texts)
         return frozenset(token_id for token_id in token_ids if token_id is not None)
 
+    @property
+    def _opening_tokens(self) -> frozenset[str]:
+        """The tokens with which a call begins. Some templates also put them behind an answer."""
+        with suppress(TooCostlyError, UnavailableError):
+            form = self.tool_format
+            return frozenset() if form.is_told else frozenset(tokens_in(form.section or form.call))
+        return frozenset()
+
     def _token_table(self, tokens: Sequence[str], vocab_size: int) -> list[bytes]:
         added_tokens = self._backend.get_added_tokens_decoder()
+        sources = "".join(one.source for one in (self._template, self._tool_template) if one is not None)
+        telling = telling_marks(sources, chain.from_iterable(REASONING_MARKS))
         table = byte_level(tokens) if self._is_byte_level else byte_fallback(tokens)
         table += [b""] * (max(vocab_size, max(added_tokens, default=-1) + 1) - len(table))
         for token_id, added in added_tokens.items():
-            is_silent = added.special and added.content not in _TELLING
+            is_silent = added.special and added.content not in telling
             table[token_id] = b"" if is_silent else added.content.encode()
         return table
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from penstock.contract.chat_shapes import ChatShape
 from penstock.contract.pauses import Pause
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.contract.tasks import GENERATE, Task
@@ -354,6 +355,8 @@ class PoolRecord:
     """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
     takes_effort: bool = False
     """Whether the chat template has the variable of a reasoning effort."""
+    moved_messages: tuple[ChatShape, ...] = ()
+    """The shapes of chats whose messages a node merges or moves, because the model's chat template refuses them."""
 
 
 def notice_of(record: PoolRecord | None, task: Task | None) -> str:

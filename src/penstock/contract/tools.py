@@ -84,8 +84,8 @@ def reasoning_parser_for(parser: str, thinking_switches: Collection[str], templa
 # Tools of a chat: the offered functions, calls made in earlier messages, and the calls that the output may contain.
 
 _CHOICES = ("auto", "none", "required")
-MAX_TOOLS = 128
-MAX_TOOLS_CHARS = 1 << 18
+MAX_TOOLS = 512
+MAX_TOOLS_CHARS = 1 << 20
 MAX_CALLS = 128
 """Calls in one message."""
 MAX_CALLS_OF_CHAT = 4096

@@ -59,3 +59,11 @@ def test_a_tool_is_offered_as_it_was_sent() -> None:
     for function in ({"name": "f"}, {"name": "f", "parameters": parameters, "strict": True}):
         tool = {"type": "function", "function": function}
         assert OfferedTool.model_validate(tool | {"function": {"description": None, **function}}).offer() == tool
+
+
+def test_five_hundred_tools_in_a_mebibyte_are_accepted() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "x" * 1900}}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(500)]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    offered = ChatBody.model_validate_json(json.dumps(body)).tool_use().tools or ""
+    assert len(json.loads(offered)) == 500 and len(offered) > 1_000_000

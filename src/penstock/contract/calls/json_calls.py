@@ -10,6 +10,7 @@ from typing import Literal
 
 from penstock.contract.calls.reading import (
     BLANK,
+    FAIL,
     MAX_OPENING_CHARS,
     WAIT,
     Arguments,
@@ -19,12 +20,17 @@ from penstock.contract.calls.reading import (
     after_mark,
     is_name,
 )
-from penstock.contract.tool_formats import ToolFormat
+from penstock.contract.tool_formats import FENCE, FENCE_END, ToolFormat
 from penstock.contract.tools import json_of
 
 _STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*')
 """The inside of a JSON string, up to its quote or to a character that it may not contain."""
 _LITERAL = re.compile(r"[0-9A-Za-z+\-.]+")
+_FLAT = r"[0-9A-Za-z+\-.,: \t\r\n]"
+_INNER = re.compile(rf"(?:{_FLAT}++|\[{_FLAT}*+\]|\{{{_FLAT}*+\}})*+")
+"""What is not checked inside of members, without texts and what nests."""
+_MAX_DEPTH = 1000
+"""Nested lists and objects. A JSON reader would refuse more."""
 _Expected = Literal["key", "colon", "value", "comma"]
 _AFTER: dict[str, tuple[_Expected, _Expected]] = {":": ("colon", "value"), ",": ("comma", "key")}
 
@@ -64,7 +70,8 @@ class _ObjectScanner:
         """Scan up to the end of the text or of the object, or to a character that cannot be right."""
         while not (self.is_closed or self.has_failed or (self._is_alone and self.arguments_end is not None)):
             if self._string_at is None:
-                self.at = BLANK.match(text, self.at).end()  # type: ignore[union-attr]
+                blank = BLANK if self._depth == 1 else _INNER
+                self.at = blank.match(text, self.at).end()  # type: ignore[union-attr]
                 if self.at == len(text) or self._ends_in_literal(text):
                     return
                 self.has_failed = not self._token(text, text[self.at])
@@ -119,6 +126,8 @@ class _ObjectScanner:
                     return False
                 self.arguments_at = self.at
             self._expected = "comma"
+        if self._depth == _MAX_DEPTH:
+            return False
         self._depth += 1
         self.at += 1
         return True
@@ -179,9 +188,11 @@ class JsonCallReader(CallReader):
     def __init__(self, form: ToolFormat) -> None:
         super().__init__(form)
         self._lead = form.section or form.call
-        self._brackets = "[{" if form.is_list else "{"
+        self._opening = [FENCE] * form.is_fenced + ["["] * form.is_list + ["{"]
+        """What stands between the mark and the first object."""
         self._between = re.compile(rf"[ \t\r\n{re.escape(form.between.strip())}]*")
-        self._end_marks = tuple(mark for mark in ("]" if form.is_list else "", form.call_end, form.section_end) if mark)
+        ends = ("]" if form.is_list else "", FENCE_END if form.is_fenced else "", form.call_end, form.section_end)
+        self._end_marks = tuple(mark for mark in ends if mark)
         self._repeats = form.is_bare or bool(form.section)
         self._object = _ObjectScanner(0, form.name_key, form.arguments_key)
         self._arguments: list[str] = []
@@ -200,15 +211,14 @@ class JsonCallReader(CallReader):
             at += len(self._lead) if self._held.startswith(self._lead, at) else 0
         else:
             at = len(self._lead)
-        for bracket in self._brackets:
+        for mark in self._opening:
             at = BLANK.match(self._held, at).end()  # type: ignore[union-attr]
             if at > MAX_OPENING_CHARS:
                 return self._fail(MAX_OPENING_CHARS, found)
-            if at == len(self._held):
-                return False
-            if self._held[at] != bracket:
-                return self._fail(at, found)
-            at += 1
+            after = after_mark(self._held, at, mark)
+            if after < 0:
+                return self._fail(at, found) if after == FAIL else False
+            at = after
         self._open_object(at - 1)
         return True
 

@@ -251,8 +251,8 @@ class NamedCallReader(CallReader):
         head = self._held[at:end]
         name = head.rpartition(form.id_end)[2] if form.id_end else head.partition(form.id_mark or "\0")[0]
         name = name.strip().removeprefix(form.name_prefix)
-        if form.counts_calls:
-            name = re.sub(r":\d+\Z", "", name)
+        if form.number_mark:
+            name = re.sub(rf"{re.escape(form.number_mark)}\d+\Z", "", name)
         if not is_name(name) or "\n" in name or self._begins.search(name):
             return self._fail_at_mark(found)
         self._named(name, end + len(form.name_end), found)
@@ -274,7 +274,7 @@ class NamedCallReader(CallReader):
             return self._fail(0, found)
         if end == "whole":
             self._end_call(found, "whole")
-            own_end = self._form.call_end if self._form.kind == "named" else ""
+            own_end = "" if self._form.kind == "tagged" else self._form.call_end.strip()
             self._awaited = [mark for mark in (own_end, self._form.between.strip()) if mark]
             self._step = self._read_between
         return end is not None

@@ -7,6 +7,7 @@ text tells whether it fits the type. A text that does not fit stays text, as in 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,11 +22,12 @@ from penstock.contract.calls.reading import (
     after_mark,
     num_held,
 )
-from penstock.contract.tool_formats import ToolFormat
+from penstock.contract.tool_formats import CDATA, ITEM, ToolFormat
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, json_of
 
 _MAX_KEY_CHARS = 1024
 _NULLS = ("null", "none")
+_TOLD_TYPES = ("string", "number", "boolean", "null", "object", "array")
 _MAX_NULL_CHARS = 16
 """Characters at the start of a value that tell whether a text or null is being written."""
 _TEXT = frozenset({"string"})
@@ -51,6 +53,10 @@ class TaggedArguments(Arguments):
         self._start = ""
         self._num_chars = 0
         self._num_arguments = 0
+        self._value_end = form.value_end
+        self._depth = 0
+        """Inner tags that are open in the value."""
+        self._tag = re.compile(rf"{re.escape(form.argument)}(/?)([^<>]{{0,{_MAX_KEY_CHARS}}}){re.escape(form.key_end)}")
 
     def read(self, text: str, found: list[str]) -> tuple[int, CallEnd | None]:
         """Read on in a text. See `Arguments`."""
@@ -90,7 +96,16 @@ class TaggedArguments(Arguments):
             if value_at == len(text):
                 return WAIT, None
             value_at += text[value_at] == "\n"
-        self._open_value(text[key_at:key_end].strip(), is_text, found)
+        if form.has_cdata:
+            cdata_at = after_mark(text, value_at, CDATA[0])
+            if cdata_at == WAIT:
+                return WAIT, None
+            self._value_end = form.value_end if cdata_at == FAIL else CDATA[1] + form.value_end
+            value_at = max(value_at, cdata_at)
+        key = text[key_at:key_end].strip()
+        if form.ends_with_key and key.startswith("/"):
+            return at, "broken"
+        self._open_value(key, is_text, found)
         return value_at, None
 
     def _after_value_mark(self, text: str, at: int) -> tuple[int, bool | None]:
@@ -98,6 +113,9 @@ class TaggedArguments(Arguments):
         form = self._form
         if form.tells_text:
             places = [after_mark(text, at, word + form.value) for word in ("true", "false")]
+            return max(places), places[0] >= 0
+        if form.tells_type:
+            places = [after_mark(text, at, word + form.value) for word in _TOLD_TYPES]
             return max(places), places[0] >= 0
         if not form.value:
             return at, None
@@ -117,10 +135,14 @@ class TaggedArguments(Arguments):
 
     def _read_value(self, text: str, at: int, found: list[str]) -> tuple[int, CallEnd | None]:
         """Read on in the value of an argument, up to its closing mark or to where that may have begun."""
-        mark, end = self._form.value_end, text.find(self._form.value_end, at)
-        certain = end
-        if end < 0:
-            certain = len(text) - num_held(text[max(at, len(text) - len(mark)) :], mark)
+        if self._form.ends_with_key:
+            certain, end, after = self._end_by_tags(text, at)
+        else:
+            mark = self._value_end
+            certain = end = text.find(mark, at)
+            after = end + len(mark)
+            if end < 0:
+                certain = len(text) - num_held(text[max(at, len(text) - len(mark)) :], mark)
         if self._form.has_newlines and certain > at and text[certain - 1] == "\n":
             certain -= 1
         self._num_chars += certain - at
@@ -129,9 +151,28 @@ class TaggedArguments(Arguments):
         self._add(text[at:certain], found)
         if end < 0:
             return certain, None
-        found.append('"' if self._is_streaming else typed("".join(self._pieces), self._allowed))
+        found.append('"' if self._is_streaming else self._typed("".join(self._pieces)))
         self._key = None
-        return end + len(mark), None
+        return after, None
+
+    def _end_by_tags(self, text: str, at: int) -> tuple[int, int, int]:
+        """Return where the value is certain, where it ends or -1, and the position behind its closing tag."""
+        last = at
+        for tag in self._tag.finditer(text, at):
+            if tag[1] and not self._depth:
+                return tag.start(), tag.start(), tag.end()
+            self._depth += -1 if tag[1] else 1
+            last = tag.end()
+        argument = self._form.argument
+        begun = text.rfind(argument, last)
+        if begun >= 0 and len(text) - begun <= _MAX_KEY_CHARS + len(argument):
+            return begun, -1, -1
+        return len(text) - num_held(text[max(last, len(text) - len(argument)) :], argument), -1, -1
+
+    def _typed(self, text: str) -> str:
+        if self._form.ends_with_key and text.lstrip().startswith(self._form.argument):
+            return json.dumps(text if (inner := _inner_value(text, self._tag)) is None else inner, ensure_ascii=False)
+        return typed(text, self._allowed)
 
     def _add(self, new: str, found: list[str]) -> None:
         """Add text to the value. It comes out as soon as it is certain that the value is text."""
@@ -147,6 +188,38 @@ class TaggedArguments(Arguments):
             new = "".join(self._pieces)
             found.append('"')
         found.append(_inside(new))
+
+
+_MAX_DEPTH = 200
+"""Tags in tags. A text with more of them stays text."""
+_OF_LEAVES = frozenset({"boolean", "integer", "number"})
+
+
+def _inner_value(text: str, tag: re.Pattern[str]) -> Any:
+    """Return the value whose members are tags; None if the tags do not fit. Takes linear time."""
+    open_tags: list[tuple[str, list[tuple[str, Any]], list[str]]] = [("", [], [])]
+    at = 0
+    for one in tag.finditer(text):
+        open_tags[-1][2].append(text[at : one.start()])
+        at = one.end()
+        name = one[2]
+        if not one[1]:
+            if len(open_tags) == _MAX_DEPTH:
+                return None
+            open_tags.append((name, [], []))
+            continue
+        own, members, texts = open_tags.pop()
+        if not open_tags or own != name:
+            return None
+        open_tags[-1][1].append((own, _of_members(members, texts)))
+    return _of_members(open_tags[0][1], []) if len(open_tags) == 1 else None
+
+
+def _of_members(members: list[tuple[str, Any]], texts: list[str]) -> Any:
+    if not members:
+        return json.loads(typed("".join(texts), _OF_LEAVES))
+    is_list = all(name == ITEM for name, _ in members)
+    return [value for _, value in members] if is_list else dict(members)
 
 
 def _after_blank(text: str, at: int) -> int:

@@ -8,6 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
+
+from penstock.contract.tools import MAX_TOOLS
+from penstock.producer.anthropic.bodies import MessageBody
 
 ECHO, CALLER = "acme/echo", "acme/caller"
 CALLS = """Wait.
@@ -463,6 +467,15 @@ def test_deferred_tools_are_offered_once_the_conversation_refers_to_them(
     assert calling.post("/v1/messages", json=asked).status_code == 200
     assert offered_names(calling_engine) == names
     assert "<system>" not in json.dumps(sent_chat(calling_engine))
+
+
+def test_deferred_tools_count_for_nothing() -> None:
+    offered = [TOOLS[0] | {"name": f"f{i}"} for i in range(MAX_TOOLS)]
+    deferred = [TOOLS[0] | {"name": f"late{i}", "defer_loading": True} for i in range(2000)]
+    made = MessageBody.model_validate(body("look", tools=[*offered, *deferred]))
+    assert len(json.loads(made.tool_use().tools or "")) == MAX_TOOLS
+    with pytest.raises(ValidationError, match="at most 512 tools that are not deferred"):
+        MessageBody.model_validate(body("look", tools=[*offered, *deferred, TOOLS[0]]))
 
 
 def test_the_line_for_billing_is_not_part_of_the_prompt(http: httpx.Client, engine: Any) -> None:

@@ -15,7 +15,7 @@ from fixtures.tiny_model import write_tokenizer
 from penstock.contract.calls.writing import written_calls
 from penstock.contract.errors import RequestError
 from penstock.contract.sampling import StructuredOutputs
-from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat
+from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat, tokens_in
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
@@ -64,6 +64,13 @@ def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask_of(guides, guide).words.view(np.uint8), bitorder="little")).tolist()
 
 
+def as_answered(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Return calls as a model writes them behind its prompt."""
+    before, after = form.recipient
+    header = f"{before}{calls[0][0]}{after}" if before else ""
+    return header + written_calls(form, calls).removeprefix(form.begun)
+
+
 def derives(guides: GrammarCompiler, tokenizer: Tokenizer, output: StructuredOutputs, text: str) -> bool:
     guide = guides.new_guide(guides.prepare(output))
     guide.take(tokenizer.encode(text, framed=False))
@@ -79,11 +86,65 @@ def test_a_sampled_call_parses_and_fits_its_schema(guides: GrammarCompiler, toke
         guide.take([token_id])
         token_ids.append(token_id)
         assert len(token_ids) < 500
-    said = AnswerFormat(form, functions=TOOLS).read(tokenizer.decode(token_ids))
+    frame = form if form.has_frame else None
+    said = AnswerFormat(form, functions=TOOLS, frame=frame).read(tokenizer.decode(token_ids))
     assert (said.content, [(call.name, call.end) for call in said.calls]) == ("", [("move", "whole")])
     arguments = json.loads(said.calls[0].arguments)
     assert arguments["kind"] in ("a", "b c") and 0 <= arguments["x"] <= 9
     assert type(arguments.get("on", True)) is bool and arguments.keys() <= PARAMETERS["properties"].keys()
+
+
+SPECIAL = sorted(
+    {
+        part
+        for name in ("harmony", "muse", "kimi_k3", "minimax_m3", "gemma4", "lfm2", "gigachat3", "apertus")
+        for mark in (*FORMATS[name].marks, *FORMATS[name].frame_marks, FORMATS[name].turn)
+        for part in tokens_in(mark)
+        if len(part) > 2 and part[0] in "<]" and part[-1] in ">[" and not part.startswith(("</", "<atem"))
+    }
+)
+"""Marks that these models have as special tokens."""
+
+
+@pytest.fixture(scope="module")
+def special_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("special")
+    write_tokenizer(folder, 384)
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    first = max(token["id"] for token in spec["added_tokens"] + [{"id": max(spec["model"]["vocab"].values())}]) + 1
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    spec["added_tokens"] += [
+        {"id": first + i, "content": mark, "special": True, **flags} for i, mark in enumerate(SPECIAL)
+    ]
+    file.write_text(json.dumps(spec))
+    # The marks around messages tell only where the chat template has them.
+    return Tokenizer(folder, chat_template="{# " + " ".join(SPECIAL) + " #}{{ messages[0].content }}")
+
+
+@pytest.fixture(scope="module")
+def special_guides(special_tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(special_tokenizer, len(special_tokenizer.token_bytes), frozenset({EOS}))
+
+
+@pytest.mark.parametrize("name", ["harmony", "muse", "kimi_k3", "minimax_m3", "gemma4", "lfm2", "gigachat3", "apertus"])
+def test_marks_that_are_special_tokens_are_forced_as_tokens(
+    special_guides: GrammarCompiler, special_tokenizer: Tokenizer, name: str
+) -> None:
+    form, rng = BY_NAME[name], random.Random(name)
+    frame = form if form.has_frame else None
+    reader = AnswerFormat(form, "think", functions=TOOLS, frame=frame, marks=form.reasoning)
+    output = wanted(form, [FUNCTIONS[0]], parallel=False)
+    guide, token_ids = special_guides.new_guide(special_guides.prepare(output)), list[int]()
+    while (token_id := rng.choice(allowed(special_guides, guide))) != EOS:
+        guide.take([token_id])
+        token_ids.append(token_id)
+        assert len(token_ids) < 500
+    said = reader.read(special_tokenizer.decode(token_ids))
+    assert (said.content, [(call.name, call.end) for call in said.calls]) == ("", [("move", "whole")])
+    text = as_answered(form, [("write", {"text": "a\n<b>"})])
+    whole = wanted(form, [FUNCTIONS[1]], parallel=False)
+    assert derives(special_guides, special_tokenizer, whole, text)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,13 +153,17 @@ def test_written_calls_are_derived(guides: GrammarCompiler, tokenizer: Tokenizer
     move, wrong = ("move", {"kind": "b c", "x": 5}), ("move", {"kind": "c", "x": 5})
     write = ("write", {"text": "two\nlines, <b> & more"})
     for calls in ([move], [write], [("stop", {})], [move, write, ("stop", {})]):
-        text = written_calls(form, calls)
+        text = as_answered(form, calls)
+        if form.is_single and len(calls) > 1:
+            assert not derives(guides, tokenizer, wanted(form), text)
+            continue
         assert derives(guides, tokenizer, wanted(form), text)
         assert derives(guides, tokenizer, wanted(form, required=False), text)
         assert derives(guides, tokenizer, wanted(form, parallel=False), text) is (len(calls) == 1)
     for required in (True, False):
-        assert not derives(guides, tokenizer, wanted(form, required=required), written_calls(form, [wrong]))
-    assert derives(guides, tokenizer, wanted(form, required=False), "Well, <b> [1]\n")
+        assert not derives(guides, tokenizer, wanted(form, required=required), as_answered(form, [wrong]))
+    said = f"{form.text_opening.removeprefix(form.begun)}Well, <b> [1]\n{form.text_end}"
+    assert derives(guides, tokenizer, wanted(form, required=False), said)
     assert not derives(guides, tokenizer, wanted(form), "Well.")
 
 

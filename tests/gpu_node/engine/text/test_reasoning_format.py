@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.contract.tool_formats import REASONING_MARKS, THINK
-from penstock.gpu_node.engine.text.chat import ChatTemplate
+from penstock.gpu_node.engine.text.chat import ChatTemplate, reasoning_marks_of
 from penstock.gpu_node.engine.text.reasoning_format import (
     EarlierReasoning,
     earlier_reasoning_of,
-    reasoning_marks_of,
     reasoning_parser_of,
     takes_effort,
 )

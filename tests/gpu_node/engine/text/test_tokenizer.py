@@ -177,7 +177,7 @@ def test_bug_before_rendering_is_not_reported_as_a_refusal_by_the_template(
 ) -> None:
     """A bug of ours is none of the request's faults."""
 
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("penstock.gpu_node.engine.text.tokenizer.template_messages", broken)
