@@ -37,6 +37,8 @@ class StreamPosition:
     """Whether the caller received only the first of that chunk's two events."""
 
 
+_NUMBERED = re.compile(r"prompt\[(\d+)\]")
+"""How a node names one of several texts of a job."""
 FIRST_PROMPT = "first prompt"
 """The entry of `ParsedBody.names` for a first prompt that has a field of its own, such as a query."""
 PAIRED_PROMPT = "paired prompt"
@@ -107,12 +109,20 @@ class GenerationRequest:
 
 @contextlib.contextmanager
 def naming_prompt(body: ParsedBody, index: int) -> Iterator[None]:
-    """Let an error of the block name the prompt that it is about, if there are several."""
+    """Let an error of the block name the prompt that it is about, if there are several.
+
+    index: of the prompt, or of the first prompt of a job with several. Such a job's errors say which one it is.
+    """
     try:
         yield
     except PenstockError as error:
-        if error.param == "prompt" and len(body.prompts) > 1:
-            error.param = _prompt_name(body.names, index)
+        told = _NUMBERED.fullmatch(error.param or "")
+        if told is not None or error.param == "prompt":
+            before = error.param or ""
+            name = _prompt_name(body.names, index if told is None else int(told[1])) if len(body.prompts) > 1 else "prompt"
+            error.param = name
+            if told is not None and error.message.startswith(f"{before}:"):
+                error.message = name + error.message.removeprefix(before)
         raise
 
 

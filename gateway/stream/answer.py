@@ -26,7 +26,14 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
-from penstock.gateway.request.jobs import MAX_JOBS_SHOWN, check_logprobs, check_num_jobs, open_jobs
+from penstock.gateway.request.jobs import (
+    MAX_JOBS_SHOWN,
+    check_logprobs,
+    check_num_jobs,
+    is_scored,
+    open_jobs,
+    pool_among,
+)
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.request_line import line_of_request
 from penstock.gateway.route_doc import RouteDoc
@@ -54,7 +61,7 @@ from penstock.gateway.stream.writer import (
     EventWriter,
 )
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
+from penstock.producer.client.request import answer_format, require_tool_parser
 from penstock.producer.parsed_body import RequestBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
@@ -108,7 +115,7 @@ class AnswerPlan:
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
             hides = self.generation.hides_models
-            record = choose_pool(self._pools.values(), body.model or None, hides_models=hides)
+            record = pool_among(self._pools.values(), body, hides_models=hides)
             check_num_jobs(body, self.generation.options.get("terms") or UNLIMITED, record)
             check_logprobs(body, record, self._max_logprobs)
             if has_tools:
@@ -146,7 +153,8 @@ class AnswerPlan:
         known = None
         with contextlib.suppress(UnavailableError):
             known = await self._record_of(job.pool)
-        self._notice = notice_of(known, self.generation.body.task)
+        body = self.generation.body
+        self._notice = "" if is_scored(body, known) else notice_of(known, body.task)
         if not self.generation.lowers_max_tokens or self.generation.body.params.max_tokens is None:
             return
         known = known or await self._record_of(job.pool)

@@ -16,20 +16,22 @@ from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.prompt import prompts_of
-from penstock.contract.tasks import Detokenized, Embedding, Tokenized
+from penstock.contract.tasks import GENERATE, Classification, Detokenized, Embedding, Ranked, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
-from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
+from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
+from penstock.producer.client.pool_choice import chosen_pool
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
-from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.request import Prompt, built_job, check_streamable, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
+from penstock.producer.client.text_calls import TextCalls
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import warn_of_eviction
@@ -86,6 +88,7 @@ class AsyncClient:
         ttl_s = KEYS_TTL_S / len(servers.all[:2])
         self._keys = CachedState(SeenKeys(*directory_connection).all, ttl_s, KEYS_TTL_S - ttl_s)
         self.runs = Runs(self.ack, settings.outage_s)
+        self._texts = TextCalls(self.runs, self.submit, self.served_pool)
         self.dead = DeadLetterBox(servers, self.submit)
         self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
@@ -141,29 +144,16 @@ class AsyncClient:
         *,
         adapter: str | None = None,
         key: JobKey | None = None,
+        kind: str | None = None,
         hides_models: bool = False,
     ) -> ServedPool:
-        """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
+        """Return the pool that `choose_pool` chooses for the names and the kind of job. Raises what that raises.
 
         If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
         """
-        known, chosen = list((await self.servers.pools(CachedState.recent)).values()), None
-        with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
-            chosen = choose_pool(known, model, job_id, adapter=adapter, key=key)
-        if chosen is None:
-            # The model's first node may have joined since.
-            known = list((await self.pools(renewed=True)).values())
-            try:
-                chosen = choose_pool(known, model, job_id, adapter=adapter, key=key, hides_models=hides_models)
-            except NotFoundError:
-                self.servers.require_known_pools()
-                raise
-        if key is None:
-            return chosen
-        # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
-        fitting = fitting_pools(known, model, job_id, adapter=adapter, hides_models=hides_models)
-        pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
-        return chosen if len(pools) == 1 else pools.get(await self.servers.pool_of(key, pools), chosen)
+        return await chosen_pool(
+            self.servers, model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides_models
+        )
 
     @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -215,7 +205,9 @@ class AsyncClient:
         self.servers.directory.patience.require_open()
         model, job_id, adapter = options.get("model"), options.get("job_id"), options.get("adapter")
         key, hides = job_key_of(options, self._tenant), options.get("hides_models", False)
-        record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
+        task = options.get("task")
+        kind = GENERATE if task is None else task.kind
+        record = await self.served_pool(model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides)
         with naming_pool(record.pool):
             job = await built_job(prompt, options, record, self._tenant)
             if job.webhooks:
@@ -319,12 +311,23 @@ class AsyncClient:
         return tasks.output_of(await job.result(), Detokenized).text
 
     async def embed(self, prompts: Sequence[Prompt], **options: Unpack[tasks.EmbedOptions]) -> list[Embedding]:
-        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. For an encoder, 64 share a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
         While the pool is busy, the call waits, as `generate` does.
         """
-        return await embedded(self.runs, self.submit, self.served_pool, prompts, options)
+        return await self._texts.embed(prompts, options)
+
+    async def rerank(self, query: str, documents: Sequence[str], **options: Unpack[tasks.RerankOptions]) -> list[Ranked]:
+        """Return documents by how well they fit a query, the best first: as a model scores both, or by embeddings.
+
+        `RerankOptions` lists the options. Raises what `embed` raises.
+        """
+        return await self._texts.rerank(query, documents, options)
+
+    async def classify(self, texts: Sequence[str], **options: Unpack[tasks.ClassifyOptions]) -> list[Classification]:
+        """Return the labels of texts in their order; `ClassifyOptions` lists the options. Raises what `embed` raises."""
+        return await self._texts.classify(texts, options)
 
     async def attach(
         self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None

@@ -85,31 +85,6 @@ def checked(prompts: AnyPrompts) -> AnyPrompts:
     return prompts
 
 
-async def embedded(
-    runs: Runs,
-    submit: Submit,
-    served_pool: Callable[[str | None], Awaitable[PoolRecord]],
-    prompts: Sequence[Prompt],
-    options: EmbedOptions,
-) -> list[Embedding]:
-    """Return the embeddings of prompts in their order. If one job fails, the others are canceled.
-
-    Warns if the model's files do not say that it is for embeddings. Python shows that once in a process.
-    """
-    if isinstance(prompts, str):
-        raise RequestError("prompts must be a list of texts, token ids or chats", param="prompts")
-    wanted = submit_embed(options)
-    run = runs.new(partial(submit, task=wanted.pop("task")), cast(GenerateOptions, wanted), in_order=False)
-    async with aclosing(run.answers(prompts)) as answers:
-        found = {answer.index: output_of(answer.result, Embedding) async for answer in answers}
-    notice = ""
-    with suppress(PenstockError):
-        notice = notice_of(await served_pool(options.get("model")), Embed())
-    if notice:
-        warnings.warn(notice, stacklevel=2)
-    return [found[index] for index in range(len(found))]
-
-
 # Lists of submissions.
 
 SubmitRequest: TypeAlias = Prompt | Mapping[str, Any]

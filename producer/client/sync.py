@@ -15,7 +15,7 @@ from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions, Pause
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.priority import ClassName, Priority
-from penstock.contract.tasks import Embedding, Tokenized
+from penstock.contract.tasks import Classification, Embedding, Ranked, Tokenized
 from penstock.contract.tenant import Terms
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
@@ -26,7 +26,14 @@ from penstock.producer.client.request import Prompt, check_streamable
 from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
-from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
+from penstock.producer.client.tasks import (
+    ClassifyOptions,
+    CountOptions,
+    EmbedOptions,
+    RerankOptions,
+    TaskCallOptions,
+    TokenizeOptions,
+)
 from penstock.producer.client.webhooks import SyncWebhooks
 from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.job_lists import JobPage
@@ -207,12 +214,23 @@ class Client:
         return self._loop.call(self._client.detokenize(token_ids, **options))
 
     def embed(self, prompts: Sequence[Prompt], **options: Unpack[EmbedOptions]) -> list[Embedding]:
-        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. For an encoder, 64 share a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
         While the pool is busy, the call waits, as `generate` does.
         """
         return self._loop.call(self._client.embed(prompts, **options))
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> list[Ranked]:
+        """Return documents by how well they fit a query, the best first: as a model scores both, or by embeddings.
+
+        `RerankOptions` lists the options. Raises what `embed` raises.
+        """
+        return self._loop.call(self._client.rerank(query, documents, **options))
+
+    def classify(self, texts: Sequence[str], **options: Unpack[ClassifyOptions]) -> list[Classification]:
+        """Return the labels of texts in their order; `ClassifyOptions` lists the options. Raises what `embed` raises."""
+        return self._loop.call(self._client.classify(texts, **options))
 
     def attach(self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None) -> Job:
         """Return a handle on a job that any process submitted; see `AsyncClient.attach`."""
