@@ -17,6 +17,7 @@ from penstock.contract.job import RETURN_PROGRESS, JobKey, QueueFields, QueueOpt
 from penstock.contract.json_text import json_refusal
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import joined, put_under, rename, request_error
+from penstock.contract.tasks import QUERY
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.parsed_body import MAX_IGNORED_SHOWN, ParsedBody, RequestBody, parsed_body
 
@@ -116,14 +117,25 @@ def naming_prompt(body: ParsedBody, index: int) -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
-        told = _NUMBERED.fullmatch(error.param or "")
-        if told is not None or error.param == "prompt":
-            before = error.param or ""
-            name = _prompt_name(body.names, index if told is None else int(told[1])) if len(body.prompts) > 1 else "prompt"
+        before, told = error.param or "", _NUMBERED.fullmatch(error.param or "")
+        name = before
+        if before == QUERY:
+            name = _query_name(body.names, index)
+        elif told is not None or before == "prompt":
+            is_only = len(body.prompts) == 1
+            name = "prompt" if is_only else _prompt_name(body.names, index if told is None else int(told[1]))
+        if name != before:
             error.param = name
-            if told is not None and error.message.startswith(f"{before}:"):
+            if before != "prompt" and error.message.startswith(f"{before}:"):
                 error.message = name + error.message.removeprefix(before)
         raise
+
+
+def _query_name(names: Mapping[str, str], index: int) -> str:
+    """Return the name of the text that others are compared with, in the job of the prompt at `index`."""
+    if (paired := names.get(PAIRED_PROMPT)) is not None:
+        return f"{paired}[{index // 2}]"
+    return names.get(FIRST_PROMPT, QUERY)
 
 
 def _prompt_name(names: Mapping[str, str], index: int) -> str:

@@ -140,8 +140,7 @@ class JobPreparation:
         broker: NodeBroker,
         held_jobs: HeldJobs,
         worker: EngineWorker,
-        tokenizer: Tokenizer,
-        texts: TextEncoding | None,
+        tokenizers: tuple[Tokenizer, TextEncoding | None],
         reports: JobReports,
         outbox: Outbox,
         load_shedder: LoadShedder,
@@ -150,8 +149,7 @@ class JobPreparation:
         self._broker = broker
         self._held_jobs = held_jobs
         self._worker = worker
-        self._tokenizer = tokenizer
-        self._texts = texts
+        self._tokenizer, self._texts = tokenizers
         self._reports = reports
         self._outbox = outbox
         self._load_shedder = load_shedder
@@ -335,6 +333,8 @@ class JobPreparation:
             raise UnsupportedKindError(f"this model generates text: it cannot {request.task.kind} texts together")
         if isinstance(request.task, Embed) and request.task.prompt_name is not None:
             raise RequestError("prompt_name: this model has no prompts", param="prompt_name")
+        if isinstance(request.task, Embed) and request.task.normalize is False:
+            raise RequestError("normalize: this model's embeddings have length 1", param="normalize")
         max_tokens = self._held_jobs.max_model_len if request.params.truncate_prompt_tokens is None else None
         return _encode(self._tokenizer, request, job.taken.tenant, job.job_id, max_tokens)
 

@@ -21,8 +21,8 @@ from penstock.contract.errors import (
 from penstock.contract.job import Priority, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import notice_of
-from penstock.contract.tasks import TextTask
 from penstock.contract.problems import rename
+from penstock.contract.tasks import TextTask
 from penstock.producer.batch.endpoints import ENDPOINTS, AnsweredRow
 from penstock.producer.batch.records import RowTerms
 from penstock.producer.client import AsyncJob
@@ -105,7 +105,8 @@ async def _ask(
     jobs = list[AsyncJob]()
     for one in await _jobs_of(client, request, model):
         options["idempotency_key"] = f"{key}:{one.first}" if one.first else key
-        jobs.append(await client.submit(one.prompt, **{**options, "task": one.task}))
+        options["task"] = one.task
+        jobs.append(await client.submit(one.prompt, **options))
         on_submit(jobs[-1])
     results = [await _result_of(job) for job in jobs]
     # The record may be gone by now.

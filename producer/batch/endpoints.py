@@ -19,7 +19,6 @@ from penstock.contract.fields import BATCH_ROWS, Wire, given_options, only, with
 from penstock.contract.job import QueueFields, QueueOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import PoolRecord
-
 from penstock.producer.anthropic.bodies import SHOWS_THINKING, MessageBody
 from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.client.request import answer_format, with_defaults

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
-from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
@@ -41,7 +41,6 @@ from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Su
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
-from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
 from penstock.queue.tenants.key_store import SeenKeys
 from penstock.runtime.settings import pool_urls, redis_url_of
@@ -318,7 +317,9 @@ class AsyncClient:
         """
         return await self._texts.embed(prompts, options)
 
-    async def rerank(self, query: str, documents: Sequence[str], **options: Unpack[tasks.RerankOptions]) -> list[Ranked]:
+    async def rerank(
+        self, query: str, documents: Sequence[str], **options: Unpack[tasks.RerankOptions]
+    ) -> list[Ranked]:
         """Return documents by how well they fit a query, the best first: as a model scores both, or by embeddings.
 
         `RerankOptions` lists the options. Raises what `embed` raises.
@@ -326,7 +327,7 @@ class AsyncClient:
         return await self._texts.rerank(query, documents, options)
 
     async def classify(self, texts: Sequence[str], **options: Unpack[tasks.ClassifyOptions]) -> list[Classification]:
-        """Return the labels of texts in their order; `ClassifyOptions` lists the options. Raises what `embed` raises."""
+        """Return the labels of texts in their order. `ClassifyOptions` lists the options. Errors are as in `embed`."""
         return await self._texts.classify(texts, options)
 
     async def attach(

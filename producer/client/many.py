@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
 from penstock.contract.job import JobOptions, PackedPrompt, SubmitOptions
-from penstock.contract.pool import PoolRecord, notice_of
-from penstock.contract.tasks import Embed, Embedding
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import MAX_IN_FLIGHT, Run, RunOptions
-from penstock.producer.client.tasks import EmbedOptions, output_of, submit_embed
 from penstock.runtime.event_loop import try_all
 
 Submit = Callable[..., Awaitable[AsyncJob]]

@@ -130,8 +130,6 @@ def names_of(pool: PoolRecord) -> tuple[str, ...]:
     return pool.pool, pool.model, *pool.aliases
 
 
-
-
 async def chosen_pool(
     servers: QueueServers,
     model: str | None,
@@ -153,9 +151,7 @@ async def chosen_pool(
         # The model's first node may have joined since.
         known = list((await servers.pools(CachedState.renewed)).values())
         try:
-            chosen = choose_pool(
-                known, model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides_models
-            )
+            chosen = choose_pool(known, model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides_models)
         except NotFoundError:
             servers.require_known_pools()
             raise

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 import uuid_utils
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.durations import seconds_of
-from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
+from penstock.contract.errors import RequestError, TooLargeError, UnsupportedKindError
 from penstock.contract.job import (
     DURATIONS,
     LATER_THAN_START,
@@ -30,7 +29,6 @@ from penstock.contract.job import (
     QueueFields,
     SamplingParams,
     SubmitOptions,
-    pool_of,
 )
 from penstock.contract.job_actions import checked_class
 from penstock.contract.pool import PoolRecord
@@ -38,7 +36,7 @@ from penstock.contract.priority import default_class
 from penstock.contract.problems import problem_of, request_error
 from penstock.contract.prompt import PromptField
 from penstock.contract.sampling import StructuredOutputs
-from penstock.contract.tasks import GENERATE, MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed, TextTask
+from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, TextTask
 from penstock.contract.tools import (
     ReasoningParserName,
     ToolChoice,
@@ -50,11 +48,11 @@ from penstock.contract.tools import (
     narrowed,
     reasoning_parser_for,
 )
+from penstock.producer.client.pool_choice import names_of
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.submitting import first_words
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
-from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import add_prompt, pack
 
 # `tool_choice`: the text of a job is constrained to calls, and the calls to their functions' schemas.

@@ -229,7 +229,7 @@ class Client:
         return self._loop.call(self._client.rerank(query, documents, **options))
 
     def classify(self, texts: Sequence[str], **options: Unpack[ClassifyOptions]) -> list[Classification]:
-        """Return the labels of texts in their order; `ClassifyOptions` lists the options. Raises what `embed` raises."""
+        """Return the labels of texts in their order. `ClassifyOptions` lists the options. Errors are as in `embed`."""
         return self._loop.call(self._client.classify(texts, **options))
 
     def attach(self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None) -> Job:

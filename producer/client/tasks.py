@@ -12,17 +12,7 @@ from penstock.contract.job import SubmitOptions, TaskQueueOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.problems import request_error
-from penstock.contract.tasks import (
-    Classify,
-    Detokenize,
-    Embed,
-    Pooling,
-    Score,
-    Task,
-    TaskOptions,
-    TaskOutput,
-    Tokenize,
-)
+from penstock.contract.tasks import Classify, Detokenize, Embed, Pooling, Score, Task, TaskOptions, TaskOutput, Tokenize
 from penstock.contract.tenant import Terms
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
@@ -52,12 +42,13 @@ class TokenizeOptions(CountOptions, total=False):
 
 
 class EmbedOptions(TaskCallOptions, total=False):
-    """Keyword arguments of `embed`. `Embed` describes the first four, `SubmitOptions` the last one."""
+    """Keyword arguments of `embed`. `Embed` describes the first five, `SubmitOptions` the last one."""
 
     pooling: Pooling | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
     prompt_name: str | None
+    normalize: bool | None
     adapter: str | None
 
 

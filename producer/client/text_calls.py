@@ -153,5 +153,3 @@ def _rows_of(output: TaskOutput | None) -> TextRows:
 def _require_list(texts: object, name: str) -> None:
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise RequestError(f"{name} must be a list of texts", param=name)
-
-

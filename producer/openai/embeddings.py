@@ -95,7 +95,8 @@ class EmbeddingFields(EmbedFields):
     """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""
     dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
     """Keep only the first dimensions, and normalize again. Useful only if the model was trained for it."""
-    normalize: Annotated[Any, only(None, True)] = None
+    normalize: bool | None = None
+    """Whether vectors have length 1; only encoders may leave it out. Default: as the model's files say."""
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
@@ -107,7 +108,7 @@ class EmbeddingFields(EmbedFields):
 
     def task(self) -> Embed:
         """Return what the job does with each text."""
-        return super().task().model_copy(update={"dimensions": self.dimensions})
+        return super().task().model_copy(update={"dimensions": self.dimensions, "normalize": self.normalize})
 
     def options(self) -> dict[str, Any]:
         """Return the encoding of the answer."""

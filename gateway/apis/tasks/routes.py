@@ -1,14 +1,12 @@
-"""Routes of tasks, with their answers: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank`, `/score`, `/classify`."""
+"""Routes of tasks, with their answers: tokens, embeddings, scores and labels of texts."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from operator import mul
 
 from pydantic_core import to_json
 from starlette.routing import Route
@@ -29,8 +27,10 @@ from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
+from penstock.gateway.stream.rows import RowEncoder
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, list_tail, numbers_of
+from penstock.producer.client.text_calls import cosine
+from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, numbers_of
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.results import PackedOutput, PackedResult
 from penstock.queue.wire import unpack_all
@@ -109,57 +109,18 @@ _DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", ob
 # Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
 
 
-class _Encoder(WholeEncoder):
-    """The base of encoders for requests whose jobs return a row of numbers for each text, or for each pair."""
-
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
-        self._num_texts = 0
-
-    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the parts of the answer that follow from the texts of job `index`."""
-        if result.output is None:
-            raise InvariantError(f"the result of job {result.job_id} has no output")
-        for values in result.output.rows():
-            yield from self._parts(self._num_texts, values, result.output)
-            self._num_texts += 1
-
-    def tail(self, usages: Sequence[Usage | None]) -> bytes:
-        """Return the end of the list, and the usage of all jobs."""
-        return list_tail(usages)
-
-    @property
-    def _model(self) -> bytes:
-        """The model's name as JSON."""
-        return to_json(self._head.model)
-
-    @property
-    def _id(self) -> bytes:
-        return to_json(self._head.job_ids[0])
-
-    @property
-    def _list_head(self) -> bytes:
-        """The part before the list of vLLM's answers."""
-        created_s = self._head.created_s
-        return b'{"id":%b,"object":"list","created":%d,"model":%b,"data":[' % (self._id, created_s, self._model)
-
-    @abstractmethod
-    def _parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
-        """Yield the parts of the answer that follow from the row of text or pair `index`."""
-
-
-class EmbeddingEncoder(_Encoder):
+class EmbeddingEncoder(RowEncoder):
     """OpenAI's answer of `/v1/embeddings`."""
 
     def head(self) -> bytes:
         """Return the part before the embeddings."""
-        return embeddings_head(self._head.model)
+        return embeddings_head(self.answer.model)
 
-    def _parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
-        yield from embedding_parts(index, values, as_base64=self._head.options["base64"])
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+        yield from embedding_parts(index, values, as_base64=self.answer.options["base64"])
 
 
-class ScoreEncoder(_Encoder):
+class ScoreEncoder(RowEncoder):
     """vLLM's answer of `/score`."""
 
     def __init__(self, head: AnswerHead) -> None:
@@ -170,22 +131,22 @@ class ScoreEncoder(_Encoder):
 
     def head(self) -> bytes:
         """Return the part before the scores."""
-        return self._list_head
+        return self.list_head
 
-    def _parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
         if output.kind == SCORE:
             score = values[0]
-        elif index % 2 == 0 if self._head.options["pairs"] else index == 0:
+        elif index % 2 == 0 if self.answer.options["pairs"] else index == 0:
             self._first = values
             return
         else:
-            score = similarity(self._first, values)
+            score = cosine(self._first, values)
         at = self._num_scores
         self._num_scores += 1
         yield b'%b{"index":%d,"object":"score","score":%b}' % (b"," if at else b"", at, to_json(score))
 
 
-class RerankEncoder(_Encoder):
+class RerankEncoder(RowEncoder):
     """The answer of `/rerank` in the shape of Jina, Cohere and vLLM. It is rendered after the last document."""
 
     def __init__(self, head: AnswerHead) -> None:
@@ -195,9 +156,9 @@ class RerankEncoder(_Encoder):
 
     def head(self) -> bytes:
         """Return the JSON before the list of documents."""
-        return b'{"id":%b,"model":%b,"results":[' % (self._id, self._model)
+        return b'{"id":%b,"model":%b,"results":[' % (self.id, self.model)
 
-    def _parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
         # An empty part lets the writer serve other requests: each comparison takes part of a millisecond.
         yield b""
         if output.kind == SCORE:
@@ -206,30 +167,30 @@ class RerankEncoder(_Encoder):
             self._query = values
             return
         else:
-            self._scores.append(similarity(self._query, values))
-        if 1 + len(self._scores) == len(self._head.prompts):
+            self._scores.append(cosine(self._query, values))
+        if 1 + len(self._scores) == len(self.answer.prompts):
             yield from self._results()
         else:
             yield b""  # Between two parts, the writer lets other tasks run.
 
     def _results(self) -> Iterator[bytes]:
         order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])
-        for place, at in enumerate(order[: self._head.options["top_n"]]):
+        for place, at in enumerate(order[: self.answer.options["top_n"]]):
             yield b'%b{"index":%d,' % (b"," if place else b"", at)
-            if self._head.options["has_documents"]:
-                document = _text_of(self._head.prompts[1 + at])
+            if self.answer.options["has_documents"]:
+                document = _text_of(self.answer.prompts[1 + at])
                 yield b'"document":'
                 yield from json_parts({"text": Text(partial(_alone, document))})
                 yield b","
             yield b'"relevance_score":%b}' % to_json(self._scores[at])
 
 
-class ClassifyEncoder(_Encoder):
+class ClassifyEncoder(RowEncoder):
     """vLLM's answer of `/classify`. A model that labels tokens adds what it found, in the shape of transformers."""
 
     def head(self) -> bytes:
         """Return the part before the labels."""
-        return self._list_head
+        return self.list_head
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the parts of the answer that follow from the texts of job `index`."""
@@ -238,23 +199,17 @@ class ClassifyEncoder(_Encoder):
             yield from super().parts_of(index, result)
             return
         for entities in found:
-            at = self._num_texts
-            self._num_texts += 1
+            at = self.num_texts
+            self.num_texts += 1
             yield b'%b{"index":%d,"num_classes":%d,"entities":' % (b"," if at else b"", at, len(output.labels))
             yield to_json(entities) + b"}"
 
-    def _parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
         best = max(range(len(values)), key=lambda at: values[at])
         label = to_json(output.labels[best] if best < len(output.labels) else f"LABEL_{best}")
         yield b'%b{"index":%d,"label":%b,"probs":' % (b"," if index else b"", index, label)
         yield from numbers_of(values)
         yield b',"num_classes":%d}' % len(values)
-
-
-def similarity(first: array[float], second: array[float]) -> float:
-    """Return the cosine similarity of two vectors, between -1 and 1; 0 for a vector of zeros."""
-    size = math.sqrt(sum(map(mul, first, first)) * sum(map(mul, second, second)))
-    return max(-1.0, min(1.0, sum(map(mul, first, second)) / size)) if size else 0.0
 
 
 def _alone(text: str) -> tuple[str]:

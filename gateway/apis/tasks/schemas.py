@@ -18,14 +18,7 @@ from penstock.gateway.request.bodies import class_of
 from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.embeddings import (
-    MAX_INPUTS,
-    EmbeddingFields,
-    EmbedFields,
-    Inputs,
-    TaskFields,
-    TextFields,
-)
+from penstock.producer.openai.embeddings import MAX_INPUTS, EmbeddingFields, EmbedFields, Inputs, TaskFields, TextFields
 from penstock.producer.openai.messages import ChatMessage, OfferedTool, few_calls
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.tasks import KINDS, Embed, Score
+from penstock.contract.tasks import KINDS, QUERY, Embed, Score
 from penstock.gpu_node.engine.text.encoder import MAX_WHOLE_CHARS, of_tokenizer
 from penstock.gpu_node.engine.texts import EncoderTask, Offsets, PackedTexts
 from penstock.gpu_node.model.text_protocol import LoadedEncoder
@@ -57,7 +57,7 @@ class TextEncoder:
         if isinstance(task, Score):
             query = self._query_of(prompt)
             if len(texts) < len(given):
-                raise RequestError("a text to score must be a text, not token ids", param="prompt")
+                raise RequestError(f"{QUERY}: must be a text, not token ids", param=QUERY)
         encoded = dict(zip(texts, self._encoded(query, list(texts.values())), strict=True))
         found = list[_Tokens]()
         for at, one in enumerate(given):
@@ -105,10 +105,10 @@ class TextEncoder:
 
     def _query_of(self, prompt: str | Sequence[int]) -> str:
         if not isinstance(prompt, str):
-            raise RequestError("a text to score must be a text, not token ids", param="prompt")
+            raise RequestError(f"{QUERY}: must be a text, not token ids", param=QUERY)
         if not prompt:
-            raise RequestError("prompt: the text is empty", param="prompt")
-        self._check_size(prompt, "prompt")
+            raise RequestError(f"{QUERY}: the text is empty", param=QUERY)
+        self._check_size(prompt, QUERY)
         return prompt.lower() if self._model.lowercases else prompt
 
     def _check_size(self, text: str, name: str) -> None:
@@ -154,7 +154,9 @@ class TextEncoder:
         if not ids:
             raise RequestError(f"{_name(task, at)}: the text is empty", param=_name(task, at))
         if not 0 <= min(ids) <= max(ids) < size:
-            raise RequestError(f"{_name(task, at)}: a token id is outside the vocabulary of {size}", param=_name(task, at))
+            raise RequestError(
+                f"{_name(task, at)}: a token id is outside the vocabulary of {size}", param=_name(task, at)
+            )
         if len(ids) > most:
             self._require_cut(task, at, len(ids))
             ids = [*ids[: most - 1], ids[-1]] if ids[-1] in self._special else ids[:most]
@@ -164,7 +166,7 @@ class TextEncoder:
         """Raise PromptTooLongError for a text beyond the limit, unless the request truncates."""
         if task.truncate_prompt_tokens is None:
             raise PromptTooLongError(
-                f"{_name(task, at)}: the text has {num_tokens} tokens; this model takes {self._model.max_tokens} at most. "
+                f"{_name(task, at)}: {num_tokens} tokens, but this model takes {self._model.max_tokens} at most. "
                 "truncate_prompt_tokens -1 keeps the first ones",
                 param=_name(task, at),
             )

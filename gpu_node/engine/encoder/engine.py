@@ -24,7 +24,7 @@ from penstock.gpu_node.engine.encoder.entities import entities_of
 from penstock.gpu_node.engine.encoder.steps import LiveTexts, TextSpan, TextSteps, batch_of, halves_of
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.engine.texts import EncoderTask, PackedTexts, TextResults
+from penstock.gpu_node.engine.texts import EncoderTask, TextResults
 from penstock.gpu_node.engine.timings import StepTimings
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.gpu_node.model.text_protocol import LoadedEncoder, TextHandle
@@ -60,7 +60,7 @@ class EncoderEngine:
     def __init__(
         self, model: ModelOrConfig, *, progress: Callable[[str, float], None] | None = None, **settings: Any
     ) -> None:
-        """Load an encoder: a folder or a hub id, with fields of `EngineConfig`; or an EngineConfig. Raises ConfigError."""
+        """Load an encoder: a folder or a hub id with fields of `EngineConfig`, or that config. Raises ConfigError."""
         config = EngineConfig.of(model, settings)
         tell = progress or (lambda stage, fraction: None)
         loaded = self._model = load_encoder_of(config, encoder_folder(config, tell), tell)
@@ -150,7 +150,7 @@ class EncoderEngine:
         return None
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises UnsupportedKindError for one without texts, ConflictError for an id that is queued."""
+        """Queue a request. Raises UnsupportedKindError for one without texts, ConflictError for an id that is known."""
         if request.texts is None:
             raise UnsupportedKindError("this model is an encoder and generates no text")
         if request.request_id in self._live:
@@ -206,8 +206,7 @@ class EncoderEngine:
                 span.live.begun_s = span.live.begun_s or begun_s
             self._in_flight = spans, handle, begun_s
         with self._timings.output:
-            outputs = self._outputs_of(completed[0] if completed is not None else [])
-        return outputs
+            return self._outputs_of(completed[0] if completed is not None else [])
 
     def requests_in_flight(self) -> set[str]:
         """Return the ids of the current step's requests; safe on any thread."""
@@ -311,7 +310,8 @@ class EncoderEngine:
         num_tokens = tuple(np.diff(texts.starts).tolist())
         if head.row_kind == "token_labels":
             found = zip(rows, texts.offsets, texts.texts, strict=True)
-            entities = f"[{','.join(entities_of(row, head.labels, *of_text) for row, *of_text in found)}]"
+            parts = (entities_of(row, head.labels, offsets, text) for row, offsets, text in found)
+            entities = f"[{','.join(parts)}]"
             results = TextResults(texts.task.kind, b"", num_tokens, head.labels, entities)
         else:
             labels = head.labels if texts.task.kind == "classify" else ()

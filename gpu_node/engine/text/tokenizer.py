@@ -377,7 +377,7 @@ def _without_ids(text: str, num_ids: int) -> str:
 
 
 def _decoder_steps(backend: Any, *, checked: bool) -> list[dict[str, Any]]:
-    """Return the decoder's steps from tokens to text. If `checked`, raises ConfigError for steps that this cannot do."""
+    """Return the decoder's steps from tokens to text. If `checked`, raises ConfigError for unsupported steps."""
     spec: dict[str, Any] = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
     )

@@ -92,9 +92,7 @@ def downloaded(model: HubModel, progress: Progress, check: Callable[[Path], None
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
-        _snapshot(
-            model, [*wanted, *_MODULES, _TEMPLATES], commit=folder.name, bar_class=_bar_class(missing, progress)
-        )
+        _snapshot(model, [*wanted, *_MODULES, _TEMPLATES], commit=folder.name, bar_class=_bar_class(missing, progress))
         progress(1.0)
         return folder
 

@@ -74,26 +74,7 @@ def read_sentence_files(folder: Path, hidden_size: int) -> SentenceFiles:
     Raises ConfigError for a module that is not known, by its name, and for what a file must not say.
     """
     digest = hashlib.blake2b(digest_size=16)
-    poolings, layers, normalizes = tuple[PoolingMode, ...](), list[DenseLayer](), False
-    width = hidden_size
-    for kind, inner in _modules(folder):
-        path = folder / inner
-        if kind == "Pooling":
-            if poolings or layers or normalizes:
-                raise ConfigError(f"{folder / MODULES}: Pooling must be the only one, and follow the model")
-            poolings = _poolings_of(_read(path / _POOLING_CONFIG, digest), path)
-            width = hidden_size * len(poolings)
-        elif kind == "Dense":
-            layer = _dense(path, digest, width)
-            layers.append(layer)
-            width = len(layer.weight)
-        elif kind == "Normalize":
-            normalizes = True
-        if kind == "Dense" and (normalizes or not poolings):
-            raise ConfigError(f"{folder / MODULES}: Dense must stand between Pooling and Normalize")
-    if not poolings:
-        log.info("no file names a pooling, so it is the mean of all tokens", extra={"folder": str(folder)})
-        poolings = ("mean",)
+    poolings, layers, normalizes = _head_of(folder, hidden_size, digest)
     limits, settings = _read(folder / LIMITS, digest), _read(folder / SETTINGS, digest)
     prompts = _prompts_of(settings.get("prompts") or {}, folder / SETTINGS)
     default = settings.get("default_prompt_name")
@@ -114,6 +95,35 @@ def read_sentence_files(folder: Path, hidden_size: int) -> SentenceFiles:
         similarity=str(similarity),
         digest=digest.digest(),
     )
+
+
+def _head_of(
+    folder: Path, hidden_size: int, digest: hashlib.blake2b
+) -> tuple[tuple[PoolingMode, ...], list[DenseLayer], bool]:
+    """Return the poolings, the dense layers, and whether vectors are normalized. Raises ConfigError."""
+    poolings, layers, normalizes = tuple[PoolingMode, ...](), list[DenseLayer](), False
+    width = hidden_size
+    if (folder / MODULES).is_file():
+        digest.update(read_within(folder / MODULES, _MAX_LIST_BYTES))
+    for kind, inner in _modules(folder):
+        path = folder / inner
+        if kind == "Pooling":
+            if poolings or layers or normalizes:
+                raise ConfigError(f"{folder / MODULES}: Pooling must be the only one, and follow the model")
+            poolings = _poolings_of(_read(path / _POOLING_CONFIG, digest), path)
+            width = hidden_size * len(poolings)
+        elif kind == "Dense":
+            layer = _dense(path, digest, width)
+            layers.append(layer)
+            width = len(layer.weight)
+        elif kind == "Normalize":
+            normalizes = True
+        if kind == "Dense" and (normalizes or not poolings):
+            raise ConfigError(f"{folder / MODULES}: Dense must stand between Pooling and Normalize")
+    if not poolings:
+        log.info("no file names a pooling, so it is the mean of all tokens", extra={"folder": str(folder)})
+        poolings = ("mean",)
+    return poolings, layers, normalizes
 
 
 def score_activation_of(config: Mapping[str, Any], path: Path) -> ScoreActivation:
@@ -143,7 +153,9 @@ def _modules(folder: Path) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"{path}: module {at} has path {str(inner)[:100]!r}, which must be a folder inside")
         if at == 0:
             if kind != "Transformer" or inner:
-                raise ConfigError(f"{path}: the first module must be a Transformer with an empty path, not {kind[:100]}")
+                raise ConfigError(
+                    f"{path}: the first module must be a Transformer with an empty path, not {kind[:100]}"
+                )
         elif kind in ("Pooling", "Dense", "Normalize"):
             yield kind, inner
         elif kind != "Dropout":
@@ -204,7 +216,7 @@ def _dense(folder: Path, digest: hashlib.blake2b, width: int) -> DenseLayer:
     if not path.is_file():
         raise ConfigError(f"there is no {path}; a dense layer in pickled weights, which can run code, is not read")
     file = MappedFile(path)
-    digest.update(file.content)
+    digest.update(file.content.data)
     stored = dict(read_safetensors(path, file.content))
     missing = [one for one in ("linear.weight",) if one not in stored]
     if missing:

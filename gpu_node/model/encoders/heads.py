@@ -27,17 +27,19 @@ _MIN_NORM = 1e-12
 def _sigmoid(x: Floats) -> Floats:
     # Of both forms, each is used where it cannot overflow.
     small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
+    found: Floats = np.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
+    return found
 
 
 def _gelu(x: Floats) -> Floats:
     erf = np.vectorize(math.erf, otypes=[np.float32])
-    return (x * 0.5 * (1 + erf(x / np.float32(math.sqrt(2))))).astype(np.float32)
+    found: Floats = (x * 0.5 * (1 + erf(x / np.float32(math.sqrt(2))))).astype(np.float32)
+    return found
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
     "identity": lambda x: x,
-    "tanh": lambda x: np.tanh(x),
+    "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0),
     "gelu": _gelu,
     "sigmoid": _sigmoid,
@@ -66,7 +68,8 @@ def pooled(hidden: Floats, lengths: NDArray[np.int32], mode: PoolingMode) -> Flo
 def normalized(rows: Floats) -> Floats:
     """Return vectors of length 1."""
     norms = np.sqrt((rows * rows).sum(axis=1, keepdims=True))
-    return (rows / np.maximum(norms, _MIN_NORM)).astype(np.float32)
+    found: Floats = (rows / np.maximum(norms, _MIN_NORM)).astype(np.float32)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +103,14 @@ class EmbeddingHead:
     def rows(self, hidden: Floats, lengths: NDArray[np.int32], task: TextTask) -> Floats:
         """Return a vector for each text. Raises RequestError for options that the model does not have."""
         if not isinstance(task, Embed):
-            raise RequestError(f"this model embeds texts; it has no answer for jobs of kind {task.kind}", param="model")
+            raise RequestError("this model embeds texts; it has no other answer", param="model")
         modes: tuple[PoolingMode, ...] = self.poolings if task.pooling is None else (task.pooling,)
         rows = np.concatenate([pooled(hidden, lengths, mode) for mode in modes], axis=1)
         for layer in self.layers:
             rows = layer(rows)
         kept = rows[:, : task.dimensions]
-        return normalized(kept) if self.normalizes else np.ascontiguousarray(kept)
+        normalizes = self.normalizes if task.normalize is None else task.normalize
+        return normalized(kept) if normalizes else np.ascontiguousarray(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +144,5 @@ class LabelHead:
         if self.is_multi_label or len(self.labels) == 1:
             return _sigmoid(hidden)
         shifted = np.exp(hidden - hidden.max(axis=1, keepdims=True))
-        return (shifted / shifted.sum(axis=1, keepdims=True)).astype(np.float32)
+        found: Floats = (shifted / shifted.sum(axis=1, keepdims=True)).astype(np.float32)
+        return found

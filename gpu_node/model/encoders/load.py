@@ -48,7 +48,9 @@ def load_encoder(source: ModelSource, options: RunnerOptions, progress: Progress
     folder, path = source.folder, source.folder / "config.json"
     check_settings(options)
     if options.runner not in _RUNNERS:
-        raise ConfigError(f"runner {options.runner} does not compute encoders; use {', '.join(_RUNNERS)}", param="runner")
+        raise ConfigError(
+            f"runner {options.runner} does not compute encoders; use {', '.join(_RUNNERS)}", param="runner"
+        )
     if source.is_dummy:
         raise ConfigError("load_format dummy is not supported for encoders", param="load_format")
     config = {name: value for name, value in read_object(path).items() if value is not None}
@@ -98,7 +100,9 @@ def load_encoder(source: ModelSource, options: RunnerOptions, progress: Progress
         similarity=files.similarity,
         architecture=architecture,
         arithmetic=arithmetic,
-        revision=hashlib.blake2b(files.digest, key=revision_of(source, arithmetic).encode(), digest_size=16).hexdigest(),
+        revision=hashlib.blake2b(
+            files.digest, key=revision_of(source, arithmetic).encode(), digest_size=16
+        ).hexdigest(),
     )
     facts = {"architecture": architecture, "dtype": name, "num_threads": torch.get_num_threads()}
     facts |= {"max_tokens": loaded.max_tokens, "rows": row_kind, "width": loaded.head.width}
@@ -123,9 +127,7 @@ def _head_of(
     return LabelHead(labels, is_multi, score_activation_of(config, source.folder / "config.json"), row_kind)
 
 
-def _max_tokens(
-    config: Mapping[str, Any], files: SentenceFiles, source: ModelSource, options: RunnerOptions
-) -> int:
+def _max_tokens(config: Mapping[str, Any], files: SentenceFiles, source: ModelSource, options: RunnerOptions) -> int:
     """Return the most tokens of a text. Raises ConfigError for a larger `max_model_len`."""
     positions = num_positions(config)
     check_positions(positions or 1, 1, has_own=False)

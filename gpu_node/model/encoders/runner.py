@@ -26,7 +26,7 @@ _FEW_PLACES = 256
 _LENGTHS = 13, 7
 """Tokens of the two texts that are compared when a module is loaded."""
 _MAX_ERRORS = {torch.float32: 0.001, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""Relative errors of what a module computes for a text beside a longer one. One that mixes texts is wrong by about 1."""
+"""Relative errors of what a module computes for a text beside a longer one. If it mixes texts, they are about 1."""
 
 
 class EncoderRunner:
@@ -87,9 +87,7 @@ class EncoderRunner:
             hidden = np.empty((0, 0), np.float32)
         return TextResult(hidden, (time.perf_counter() - begun_s) * 1e3)
 
-    def _compute(
-        self, batch: TextBatch, texts: NDArray[np.int64], lengths: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
+    def _compute(self, batch: TextBatch, texts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the rows of some texts, [texts, longest, width], or [texts, labels]."""
         shape = len(texts), int(lengths.max())
         ids, types, mask = np.full(shape, self._pad, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)

@@ -81,9 +81,7 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
     with as_refusals(path, architecture):
         made = module_class.config_class.from_dict(with_floats(config))
         length = _length(made, config, max_model_len, path)
-        module = on_meta(
-            module_class, made, attn_implementation=IMPLEMENTATION, experts_implementation="batched_mm"
-        )
+        module = on_meta(module_class, made, attn_implementation=IMPLEMENTATION, experts_implementation="batched_mm")
         observed = _observed(module, length)
         head: Any = head_of(module).weight
     return ModuleDescription(

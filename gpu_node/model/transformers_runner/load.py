@@ -29,7 +29,6 @@ from penstock.runtime.reading import reason_of
 log = logging.getLogger(__package__)
 
 
-
 class NoAdapters:
     """Finds no adapter."""
 

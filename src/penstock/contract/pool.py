@@ -344,8 +344,8 @@ class PoolRecord:
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
     capabilities: tuple[str, ...] = ()
-    """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`, `score`, `classify`. Empty: not
-    known."""
+    """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`, `score`, `classify`. Empty:
+    not known."""
     texts_per_job: int = 1
     """Most texts of one job; above 1 for an encoder."""
     dimensions: int = 0

@@ -17,6 +17,8 @@ from penstock.contract.fields import CheckedInput, Text, TokenId
 
 GENERATE = "generate"
 SCORE = "score"
+QUERY = "query"
+"""How errors of a `Score` name its prompt, which belongs to all of its texts."""
 MAX_TASK_TOKENS = 1 << 20
 """Tokens of a task's prompt."""
 MAX_TASK_BYTES = 8 << 20
@@ -123,12 +125,14 @@ class Embed(TextTask):
     - `pooling`: how the hidden states become one vector. None: as the model's files say, or else `mean`.
     - `dimensions`: keep only the first dimensions of the vector and normalize it again.
     - `prompt_name`: put the model's prompt of this name before each text. None: the model's default prompt, or none.
+    - `normalize`: whether vectors have length 1. None: as the model's files say. Those of a decoder always do.
     """
 
     kind: Literal["embed"] = "embed"
     pooling: Pooling | None = None
     dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS)
     prompt_name: PromptName | None = None
+    normalize: bool | None = None
 
 
 class Score(TextTask):
@@ -136,7 +140,6 @@ class Score(TextTask):
 
     kind: Literal["score"] = "score"
     texts: tuple[TaskText, ...] = Field(min_length=1, max_length=MAX_TEXTS_OF_JOB)
-
 
 
 class Classify(TextTask):
