@@ -51,9 +51,11 @@ def pooled(hidden: Floats, lengths: NDArray[np.int32], mode: PoolingMode) -> Flo
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mode == "cls":
-        return hidden[starts]
+        first: Floats = hidden[starts]
+        return first
     if mode == "last":
-        return hidden[ends - 1]
+        last: Floats = hidden[ends - 1]
+        return last
     if mode == "max":
         return np.maximum.reduceat(hidden, starts, axis=0)
     if mode == "weightedmean":

@@ -42,5 +42,5 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="session")
 def labeler(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    names = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC"}
+    names = {0: "B-PER", 1: "I-PER", 2: "B-LOC", 3: "O"}
     return made(tmp_path_factory.mktemp("labeler"), "BertForTokenClassification", id2label=names)
