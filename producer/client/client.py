@@ -146,10 +146,7 @@ class AsyncClient:
         kind: str | None = None,
         hides_models: bool = False,
     ) -> ServedPool:
-        """Return the pool that `choose_pool` chooses for the names and the kind of job. Raises what that raises.
-
-        If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
-        """
+        """Return the pool that `chosen_pool` chooses for the names and the kind of job. Raises what that raises."""
         return await chosen_pool(
             self.servers, model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides_models
         )
@@ -320,10 +317,7 @@ class AsyncClient:
     async def rerank(
         self, query: str, documents: Sequence[str], **options: Unpack[tasks.RerankOptions]
     ) -> list[Ranked]:
-        """Return documents by how well they fit a query, the best first: as a model scores both, or by embeddings.
-
-        `RerankOptions` lists the options. Raises what `embed` raises.
-        """
+        """Return documents by how well they fit a query, the best first. `RerankOptions` lists the options."""
         return await self._texts.rerank(query, documents, options)
 
     async def classify(self, texts: Sequence[str], **options: Unpack[tasks.ClassifyOptions]) -> list[Classification]:

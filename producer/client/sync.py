@@ -222,10 +222,7 @@ class Client:
         return self._loop.call(self._client.embed(prompts, **options))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> list[Ranked]:
-        """Return documents by how well they fit a query, the best first: as a model scores both, or by embeddings.
-
-        `RerankOptions` lists the options. Raises what `embed` raises.
-        """
+        """Return documents by how well they fit a query, the best first. `RerankOptions` lists the options."""
         return self._loop.call(self._client.rerank(query, documents, **options))
 
     def classify(self, texts: Sequence[str], **options: Unpack[ClassifyOptions]) -> list[Classification]:

@@ -75,6 +75,7 @@ class EncoderEngine:
         """Requests that are taken at once."""
         self.revision = loaded.revision
         """Identifies weights, tokenizer, head and dtype."""
+        # Keyed by id: name of a setting; it is always empty.
         self.sampling_defaults: dict[str, int | float] = {}
         """None: an encoder samples nothing."""
         self._steps = TextSteps(config)

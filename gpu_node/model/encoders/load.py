@@ -45,40 +45,22 @@ _MAX_LABELS = 65_536
 @translate_out_of_memory()
 def load_encoder(source: ModelSource, options: RunnerOptions, progress: Progress) -> LoadedEncoder:
     """Load the encoder of a folder. Raises ConfigError that names the file, field, tensor or setting."""
+    _check_options(source, options)
     folder, path = source.folder, source.folder / "config.json"
-    check_settings(options)
-    if options.runner not in _RUNNERS:
-        raise ConfigError(
-            f"runner {options.runner} does not compute encoders; use {', '.join(_RUNNERS)}", param="runner"
-        )
-    if source.is_dummy:
-        raise ConfigError("load_format dummy is not supported for encoders", param="load_format")
     config = {name: value for name, value in read_object(path).items() if value is not None}
     check_all_numbers(config, path)
-    architecture, row_kind = architecture_of(config), row_kind_of(config)
+    architecture, row_kind, module_class = architecture_of(config), row_kind_of(config), encoder_class(config)
     if config.get("quantization_config"):
         raise ConfigError(f"{folder}: encoders with quantized weights are not supported")
-    module_class = encoder_class(config)
     set_threads(options)
     name = choose_dtype(options.dtype, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     progress("load", 0.0)
     with as_refusals(path, architecture):
         made = module_class.config_class.from_dict(with_floats(config))
-        num_weights = sum(one.numel() for one in on_meta(module_class, made).parameters())
-    unused = _POOLERS if row_kind == "vectors" else ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module: Any = stored_module(
-            module_class,
-            made,
-            source,
-            architecture=architecture,
-            num_weights=num_weights,
-            dtype=TORCH_DTYPES[name],
-            unused=unused,
-        )
-    runner = EncoderRunner(module, row_kind)
-    vocab_size = int(module.get_input_embeddings().weight.shape[0])
+    files = read_sentence_files(folder, int(made.hidden_size))
+    head, max_tokens = _head_of(files, row_kind, made, config, source), _max_tokens(config, files, source, options)
+    module = _module_of(module_class, made, source, architecture, TORCH_DTYPES[name], row_kind)
+    runner, vocab_size = EncoderRunner(module, row_kind), int(module.get_input_embeddings().weight.shape[0])
     try:
         runner.require_agreement(vocab_size)
     except MemoryError:
@@ -86,29 +68,56 @@ def load_encoder(source: ModelSource, options: RunnerOptions, progress: Progress
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else reason_of(error)
         raise ConfigError(f"{folder}: {architecture} is not supported: {reason}") from error
-    files = read_sentence_files(folder, int(made.hidden_size))
     arithmetic = f"transformers-{transformers.__version__}-{name}"
-    loaded = LoadedEncoder(
+    revision = hashlib.blake2b(files.digest, key=revision_of(source, arithmetic).encode(), digest_size=16)
+    facts = {"architecture": architecture, "dtype": name, "num_threads": torch.get_num_threads()}
+    log.info(
+        "encoder of transformers", extra={**facts, "max_tokens": max_tokens, "rows": row_kind, "width": head.width}
+    )
+    progress("load", 1.0)
+    return LoadedEncoder(
         runner=runner,
-        head=_head_of(files, row_kind, made, config, source),
+        head=head,
         folder=folder,
         vocab_size=vocab_size,
-        max_tokens=_max_tokens(config, files, source, options),
+        max_tokens=max_tokens,
         lowercases=files.lowercases,
         prompts=files.prompts,
         default_prompt=files.default_prompt,
         similarity=files.similarity,
         architecture=architecture,
         arithmetic=arithmetic,
-        revision=hashlib.blake2b(
-            files.digest, key=revision_of(source, arithmetic).encode(), digest_size=16
-        ).hexdigest(),
+        revision=revision.hexdigest(),
     )
-    facts = {"architecture": architecture, "dtype": name, "num_threads": torch.get_num_threads()}
-    facts |= {"max_tokens": loaded.max_tokens, "rows": row_kind, "width": loaded.head.width}
-    log.info("encoder of transformers", extra=facts)
-    progress("load", 1.0)
-    return loaded
+
+
+def _check_options(source: ModelSource, options: RunnerOptions) -> None:
+    """Refuse settings that encoders do not have, by their names."""
+    check_settings(options)
+    if options.runner not in _RUNNERS:
+        known = ", ".join(_RUNNERS)
+        raise ConfigError(f"runner {options.runner} does not compute encoders; use {known}", param="runner")
+    if source.is_dummy:
+        raise ConfigError("load_format dummy is not supported for encoders", param="load_format")
+
+
+def _module_of(
+    module_class: Any, config: Any, source: ModelSource, architecture: str, dtype: torch.dtype, row_kind: RowKind
+) -> Any:
+    """Return transformers' module of a config with the weights of a folder. Raises ConfigError."""
+    with as_refusals(source.folder / "config.json", architecture):
+        num_weights = sum(one.numel() for one in on_meta(module_class, config).parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return stored_module(
+            module_class,
+            config,
+            source,
+            architecture=architecture,
+            num_weights=num_weights,
+            dtype=dtype,
+            unused=_POOLERS if row_kind == "vectors" else (),
+        )
 
 
 def _head_of(
