@@ -35,6 +35,7 @@ BODIES = {
     "/v1/embeddings": "EmbeddingRequest",
     "/v1/rerank": "RerankRequest",
     "/score": "ScoreRequest",
+    "/classify": "ClassifyRequest",
 }
 
 
