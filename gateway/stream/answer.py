@@ -189,7 +189,7 @@ class AnswerPlan:
     async def head_of(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         """Return what the encoder must know before the first token."""
         generation, body, pool = self.generation, self.generation.body, jobs[0].pool
-        record = None if body.model else await self._record_of(pool)
+        record = None if body.model and body.task is None else await self._record_of(pool)
         return AnswerHead(
             [job.id for job in jobs],
             body.model or (pool if record is None else record.model),
@@ -203,6 +203,7 @@ class AnswerPlan:
             generation.event_ids,
             body.prompts if self.dialect.shows_prompts else (),
             self.max_total_tokens,
+            "cosine" if record is None else record.similarity,
         )
 
     def headers_of(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:

@@ -120,13 +120,18 @@ class Client:
         return self._loop.call(self._client.pools(renewed=renewed))
 
     def served_pool(
-        self, model: str | None = None, job_id: str | None = None, *, adapter: str | None = None
+        self,
+        model: str | None = None,
+        job_id: str | None = None,
+        *,
+        adapter: str | None = None,
+        kind: str | None = None,
     ) -> ServedPool:
         """Return the pool to which `submit` sends the jobs of a model; without one, that of the only served model.
 
         Raises RequestError if `model` is needed, NotFoundError for an unknown one, UnavailableError if none is served.
         """
-        return self._loop.call(self._client.served_pool(model, job_id, adapter=adapter))
+        return self._loop.call(self._client.served_pool(model, job_id, adapter=adapter, kind=kind))
 
     @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:

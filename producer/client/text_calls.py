@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Awaitable, Sequence
 from contextlib import aclosing, suppress
-from operator import mul
+from operator import mul, sub
 from typing import Any, Protocol, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError
@@ -82,7 +82,8 @@ class TextCalls:
             scores = [row[0] for output in outputs for row in _rows_of(output).rows]
         else:
             first, *others = await self.embed([query, *documents], cast("EmbedOptions", of_jobs))
-            scores = [cosine(first.values, other.values) for other in others]
+            kind = "cosine" if record is None else record.similarity
+            scores = [similarity_of(first.values, other.values, kind) for other in others]
         order = sorted(range(len(scores)), key=lambda at: -scores[at])
         return [Ranked(at, scores[at]) for at in order[:top_n]]
 
@@ -137,10 +138,19 @@ def classifications_of(output: TaskOutput) -> list[Classification]:
     return classified
 
 
-def cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the cosine similarity of two vectors, between -1 and 1; 0 for a vector of zeros."""
+def similarity_of(first: Sequence[float], second: Sequence[float], kind: str = "cosine") -> float:
+    """Return how alike two embeddings are, by the measure that the model's files name (`PoolRecord.similarity`).
+
+    A cosine lies between -1 and 1, and is 0 for a vector of zeros. Distances are negative: the closer, the higher.
+    """
+    if kind == "euclidean":
+        return -math.dist(first, second)
+    if kind == "manhattan":
+        return -sum(map(abs, map(sub, first, second)))
+    product = float(sum(map(mul, first, second)))
+    if kind == "dot":
+        return product
     size = math.hypot(*first) * math.hypot(*second)
-    product = sum(map(mul, first, second))
     return max(-1.0, min(1.0, product / size)) if size else 0.0
 
 

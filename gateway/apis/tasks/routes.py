@@ -29,7 +29,7 @@ from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
 from penstock.gateway.stream.rows import RowEncoder
 from penstock.producer.client.request import Prompt
-from penstock.producer.client.text_calls import cosine
+from penstock.producer.client.text_calls import similarity_of
 from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, numbers_of
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.results import PackedOutput, PackedResult
@@ -140,7 +140,7 @@ class ScoreEncoder(RowEncoder):
             self._first = values
             return
         else:
-            score = cosine(self._first, values)
+            score = similarity_of(self._first, values, self.answer.similarity)
         at = self._num_scores
         self._num_scores += 1
         yield b'%b{"index":%d,"object":"score","score":%b}' % (b"," if at else b"", at, to_json(score))
@@ -167,7 +167,7 @@ class RerankEncoder(RowEncoder):
             self._query = values
             return
         else:
-            self._scores.append(cosine(self._query, values))
+            self._scores.append(similarity_of(self._query, values, self.answer.similarity))
         if 1 + len(self._scores) == len(self.answer.prompts):
             yield from self._results()
         else:
