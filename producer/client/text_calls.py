@@ -146,7 +146,7 @@ def similarity_of(first: Sequence[float], second: Sequence[float], kind: str = "
     if kind == "euclidean":
         return -math.dist(first, second)
     if kind == "manhattan":
-        return -sum(map(abs, map(sub, first, second)))
+        return -float(sum(map(abs, map(sub, first, second))))
     product = float(sum(map(mul, first, second)))
     if kind == "dot":
         return product

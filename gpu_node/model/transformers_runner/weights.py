@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging as of_transformers
+from transformers.utils import logging as transformers_logging
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
@@ -49,6 +49,7 @@ def stored_module(
     if missing > _MAX_MISSING:
         raise ConfigError(f"{folder}: the config describes {missing:,} numbers more than the checkpoint has")
     # Its progress bar would be one line of a log.
+    of_transformers: Any = transformers_logging
     of_transformers.disable_progress_bar()
     try:
         module, found = module_class.from_pretrained(
