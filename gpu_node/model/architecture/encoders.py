@@ -11,11 +11,11 @@ from penstock.gpu_node.model.architecture.transformers_class import architecture
 from penstock.gpu_node.model.text_protocol import RowKind
 
 _WITH_OFFSET = frozenset(("camembert", "data2vec-text", "longformer", "mpnet", "roberta", "roberta-prelayernorm")) | {
-    *("xlm-roberta", "xlm-roberta-xl", "xmod")
+    *("xlm-roberta", "xlm-roberta-xl")
 }
 """Values of `model_type` whose positions begin after that of the padding token."""
 _ENCODERS = _WITH_OFFSET | {
-    *("albert", "bert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "flaubert"),
+    *("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "flaubert"),
     *("gte", "jina_embeddings_v3", "megatron-bert", "mobilebert", "modernbert", "nomic_bert", "rembert", "roformer"),
     *("squeezebert", "xlm"),
 }
