@@ -174,3 +174,10 @@ def test_the_client_embeds_ranks_and_labels(doors: Doors, redis_url: str) -> Non
         assert refused.value.param == "prompt[66]"
         with pytest.raises(RequestError, match="cannot classify texts; models that can: acme/cross"):
             client.classify(["a"], model="acme/mini")
+
+
+def test_a_job_of_many_texts_shows_a_row_for_each(doors: Doors) -> None:
+    answer = doors.http.post("/v1/embeddings", json={"model": "acme/mini", "input": TEXTS[:3]})
+    job_id = answer.headers["X-Penstock-Job"]
+    found = doors.http.get(f"/v1/jobs/{job_id}").json()["result"]
+    assert np.abs(np.array(found["rows"]) - doors.embedder.embed(TEXTS[:3])).max() < 1e-5
