@@ -18,7 +18,7 @@ from penstock.cli.output import write_text
 from penstock.contract.errors import PenstockError, PromptTooLongError
 from penstock.contract.priority import ClassName, Priority
 from penstock.producer.client import Client
-from penstock.producer.client.request import choose_pool
+from penstock.producer.client.pool_choice import choose_pool
 from penstock.runtime.settings import redis_url_of
 from penstock.runtime.terminal import without_controls
 

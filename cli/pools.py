@@ -275,7 +275,7 @@ async def _declare(
     redis_url: str, pool: str, model: str | None, aliases: tuple[str, ...], max_model_len: int | None
 ) -> bool:
     from penstock.contract.pool import PoolRecord
-    from penstock.contract.tasks import KINDS
+    from penstock.contract.tasks import DECODER_KINDS
     from penstock.gpu_node.settings import NodeSettings
     from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.connection import connect
@@ -289,7 +289,7 @@ async def _declare(
         created_s=int(time.time()),
         tool_format=BY_NAME[settings.tool_parser or "none"],
         reasoning_parser=settings.reasoning_parser or "none",
-        kinds=KINDS,
+        kinds=DECODER_KINDS,
     )
     async with connect(redis_url) as redis:
         limit = {} if max_model_len is None else {"max_model_len": max_model_len}

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.pool import NodePressure, PoolRecord
-from penstock.contract.tasks import KINDS
+from penstock.contract.tasks import DECODER_KINDS, MAX_TEXTS_OF_JOB
 from penstock.contract.tool_formats import BY_NAME, ToolFormat
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
@@ -102,7 +102,7 @@ class Node:
             self._broker,
             self.held_jobs,
             self._worker,
-            engine.tokenizer,
+            (engine.tokenizer, engine.texts),
             reports,
             self._outbox,
             self._load_shedder,
@@ -269,7 +269,10 @@ class Node:
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
-            kinds=KINDS,
+            kinds=DECODER_KINDS if (texts := engine.texts) is None else texts.kinds,
+            texts_per_job=1 if texts is None else MAX_TEXTS_OF_JOB,
+            dimensions=0 if texts is None else texts.dimensions,
+            similarity="cosine" if texts is None else texts.similarity,
             sampling_defaults=engine.sampling_defaults
             | ({} if settings.reasoning_budget is None else {"reasoning_budget": settings.reasoning_budget}),
             takes_effort=engine.tokenizer.takes_effort,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.gpu_node.engine.engine import Engine
+from penstock.gpu_node.engine.opening import open_engine
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.service.health import EngineStalledError
@@ -117,13 +117,13 @@ async def run_node(settings: NodeSettings) -> None:
         manager.status(f"{LOADING_STAGES.get(stage, 'loading')}: {fraction:.0%}")
 
     try:
-        engine = await asyncio.to_thread(Engine, config, progress=tell)
+        engine = await asyncio.to_thread(open_engine, config, tell)
     finally:
         await cancel_until_done(beside)
     freeze_gc()
     # The node takes as many sequences as the engine runs.
     settings = settings.model_copy(update={"max_num_seqs": engine.max_num_seqs})
-    await serve_engine(settings, engine, seats, measures_steps=True)
+    await serve_engine(settings, engine, seats, measures_steps=engine.texts is None)
 
 
 def _require_free_port(settings: NodeSettings) -> None:

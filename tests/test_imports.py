@@ -18,7 +18,9 @@ CONTRACT, QUEUE, RUNTIME = "penstock.contract", "penstock.queue", "penstock.runt
 PRODUCER, GATEWAY, CLI = "penstock.producer", "penstock.gateway", "penstock.cli"
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
-RUNNER_INTERFACE = {f"penstock.gpu_node.model.{name}" for name in ("protocol", "options", "plan_records")}
+RUNNER_INTERFACE = {
+    f"penstock.gpu_node.model.{name}" for name in ("protocol", "text_protocol", "options", "plan_records")
+}
 BROKER = "penstock.queue.broker"
 
 ARROWS = {
@@ -45,12 +47,13 @@ NODE_FLOORS = (
 )
 """Packages and modules of the node, lowest first. Each imports from its own floor and those below."""
 MODEL_FLOORS = (
-    {"protocol", "options", "plan_records"},
+    {"protocol", "text_protocol", "options", "plan_records"},
     {"architecture", "ranks"},
     {"checkpoint"},
     {"lora", "torch_common"},
     {"native", "gpu", "torch_cpu"},
     {"transformers_runner"},
+    {"encoders"},
     {"loading"},
 )
 GATEWAY_FLOORS = (
@@ -86,7 +89,7 @@ FLOORS = {PRODUCER: PRODUCER_FLOORS, GATEWAY: GATEWAY_FLOORS, SERVICE: NODE_FLOO
 APIS = f"{GATEWAY}.apis"
 ENGINE_CORE = {f"{ENGINE}.{name}" for name in ("scheduler", "kv_cache", "sequence", "steps", "policy", "text")}
 """Packages and modules of the engine that know none of its guests. `engine.py` composes both."""
-ENGINE_GUESTS = {f"{ENGINE}.{name}" for name in ("structured", "search", "speculative")}
+ENGINE_GUESTS = {f"{ENGINE}.{name}" for name in ("structured", "search", "speculative", "encoder")}
 OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
 """Packages whose modules count as packages of their own."""
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}

@@ -59,5 +59,7 @@ def _model(name: str, record: ServedPool) -> dict[str, Any]:
         "root": record.model,
         "max_model_len": record.max_model_len,
         "capabilities": record.capabilities,
+        "kinds": record.kinds,
+        **({"dimensions": record.dimensions} if record.dimensions else {}),
         "tool_format": record.tool_format.name,
     }

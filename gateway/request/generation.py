@@ -17,6 +17,7 @@ from penstock.contract.job import RETURN_PROGRESS, JobKey, QueueFields, QueueOpt
 from penstock.contract.json_text import json_refusal
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import joined, put_under, rename, request_error
+from penstock.contract.tasks import QUERY
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.parsed_body import MAX_IGNORED_SHOWN, ParsedBody, RequestBody, parsed_body
 
@@ -37,6 +38,8 @@ class StreamPosition:
     """Whether the caller received only the first of that chunk's two events."""
 
 
+_NUMBERED = re.compile(r"prompt\[(\d+)\]")
+"""How a node names one of several texts of a job."""
 FIRST_PROMPT = "first prompt"
 """The entry of `ParsedBody.names` for a first prompt that has a field of its own, such as a query."""
 PAIRED_PROMPT = "paired prompt"
@@ -107,13 +110,32 @@ class GenerationRequest:
 
 @contextlib.contextmanager
 def naming_prompt(body: ParsedBody, index: int) -> Iterator[None]:
-    """Let an error of the block name the prompt that it is about, if there are several."""
+    """Let an error of the block name the prompt that it is about, if there are several.
+
+    index: of the prompt, or of the first prompt of a job with several. Such a job's errors say which one it is.
+    """
     try:
         yield
     except PenstockError as error:
-        if error.param == "prompt" and len(body.prompts) > 1:
-            error.param = _prompt_name(body.names, index)
+        before, told = error.param or "", _NUMBERED.fullmatch(error.param or "")
+        name = before
+        if before == QUERY:
+            name = _query_name(body.names, index)
+        elif told is not None or before == "prompt":
+            is_only = len(body.prompts) == 1
+            name = "prompt" if is_only else _prompt_name(body.names, index if told is None else int(told[1]))
+        if name != before:
+            error.param = name
+            if before != "prompt" and error.message.startswith(f"{before}:"):
+                error.message = name + error.message.removeprefix(before)
         raise
+
+
+def _query_name(names: Mapping[str, str], index: int) -> str:
+    """Return the name of the text that others are compared with, in the job of the prompt at `index`."""
+    if (paired := names.get(PAIRED_PROMPT)) is not None:
+        return f"{paired}[{index // 2}]"
+    return names.get(FIRST_PROMPT, QUERY)
 
 
 def _prompt_name(names: Mapping[str, str], index: int) -> str:

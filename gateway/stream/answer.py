@@ -27,7 +27,7 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
-from penstock.gateway.request.jobs import check_logprobs, check_num_jobs, open_jobs
+from penstock.gateway.request.jobs import check_logprobs, check_num_jobs, is_scored, open_jobs, pool_among
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.request_line import MAX_JOBS_SHOWN, line_of_request
 from penstock.gateway.route_doc import RouteDoc
@@ -55,7 +55,7 @@ from penstock.gateway.stream.writer import (
     EventWriter,
 )
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import answer_format, choose_pool, require_tool_parser
+from penstock.producer.client.request import answer_format, require_tool_parser
 from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
@@ -112,7 +112,7 @@ class AnswerPlan:
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
             hides = self.generation.hides_models
-            record = choose_pool(self._pools.values(), body.model or None, hides_models=hides)
+            record = pool_among(self._pools.values(), body, hides_models=hides)
             check_num_jobs(body, self.generation.options.get("terms") or UNLIMITED, record)
             check_logprobs(body, record, self._max_logprobs)
             if has_tools:
@@ -150,8 +150,8 @@ class AnswerPlan:
         known = None
         with contextlib.suppress(UnavailableError):
             known = await self._record_of(job.pool)
-        self._notice = notice_of(known, self.generation.body.task)
         body = self.generation.body
+        self._notice = "" if is_scored(body, known) else notice_of(known, body.task)
         self._ignored = moved_names(body, known)
         if known is not None and known.reasoning_parser == "none" and body.params.reasoning_budget is not None:
             self._ignored = [*self._ignored, body.names.get("reasoning_budget", "reasoning_budget")]
@@ -189,7 +189,7 @@ class AnswerPlan:
     async def head_of(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         """Return what the encoder must know before the first token."""
         generation, body, pool = self.generation, self.generation.body, jobs[0].pool
-        record = None if body.model else await self._record_of(pool)
+        record = None if body.model and body.task is None else await self._record_of(pool)
         return AnswerHead(
             [job.id for job in jobs],
             body.model or (pool if record is None else record.model),
@@ -203,6 +203,7 @@ class AnswerPlan:
             generation.event_ids,
             body.prompts if self.dialect.shows_prompts else (),
             self.max_total_tokens,
+            "cosine" if record is None else record.similarity,
         )
 
     def headers_of(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:

@@ -46,6 +46,8 @@ class AnswerHead:
     """The prompts of the request, if the dialect shows them. Not known of a resumed stream."""
     max_total_tokens: int | None = None
     """The most tokens of prompt and output together, to which `params.max_tokens` is lowered."""
+    similarity: str = "cosine"
+    """How the pool's embeddings are compared."""
 
     @property
     def indices(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from penstock.contract.output import Choice, FirstChoice, PrefillProgress, Token
 from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.text.output import EndReason
+from penstock.gpu_node.engine.texts import PackedTexts, TextResults
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.runtime.histogram import Histogram
 
@@ -59,6 +60,8 @@ class EngineRequest:
     """Whether outputs without tokens report how far the prompt is computed."""
     embed: Embed | None = None
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
+    texts: PackedTexts | None = None
+    """The texts of a job for an encoder, which has no use for a prompt."""
     begins_text: bool = False
     """Whether the output is a text of its own, as an answer in a chat, and does not continue the prompt's text."""
     reasoning: ReasoningRule | None = None
@@ -94,6 +97,8 @@ class StepOutput:
     """Log-probabilities of the whole prompt, once for a request, before or with its first token."""
     embedding: bytes = b""
     """The prompt's embedding, if the request asks for it: float32, little-endian. Its choice has no tokens."""
+    texts: TextResults | None = None
+    """What an encoder made of the texts of its request. Its choice has no tokens."""
     error: PenstockError | None = None
     """Why the choice failed, where its request is the reason."""
     prefill: PrefillProgress | None = None

@@ -14,6 +14,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepLostError, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.engine.texts import TextEncoding
 from penstock.gpu_node.model.protocol import RankStats
 
 log = logging.getLogger(__package__)
@@ -33,6 +34,10 @@ class EngineLike(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; safe to call from another thread."""
+
+    @property
+    def texts(self) -> TextEncoding | None:
+        """How whole texts are tokenized; None if the engine computes sequences. Safe to use on another thread."""
 
     @property
     def max_model_len(self) -> int:

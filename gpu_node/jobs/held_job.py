@@ -23,7 +23,7 @@ from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobWork
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.results import encode_embedding
+from penstock.queue.results import encode_embedding, encode_text_rows
 from penstock.queue.wire import NO_ROWS, Pack, RowParts, encode_chunk, encode_progress, joined, rows_of
 
 if TYPE_CHECKING:
@@ -353,11 +353,13 @@ class HeldJob:
         if output.embedding:
             # It goes into the result alone. Without a chunk, another node that takes over computes it again.
             self.output = encode_embedding(output.embedding, self.num_prompt_tokens)
+        elif (found := output.texts) is not None:
+            self.output = encode_text_rows(found.kind, found.rows, found.num_tokens, found.labels, found.entities)
         if output.finish_reason is not None:
             self.kv_token_ms += output.kv_token_ms
             self.num_preemptions += output.num_preemptions
             self.usage = output.usage or self.usage
-        c.extend(output, is_fresh=not output.embedding)
+        c.extend(output, is_fresh=not self.output)
         self.error = self.error or output.error
         self.report_prompt(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:

@@ -16,7 +16,17 @@ from weakref import WeakValueDictionary
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError, UnsupportedKindError
 from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
 from penstock.contract.output import Chunk, Outcome, TokenLogprobs
-from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
+from penstock.contract.tasks import (
+    DECODER_KINDS,
+    MAX_OUTPUT_BYTES,
+    MAX_TASK_TOKENS,
+    Classify,
+    Detokenize,
+    Embed,
+    Score,
+    TextTask,
+    Tokenize,
+)
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
@@ -24,6 +34,7 @@ from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
 from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.engine.texts import PackedTexts, TextEncoding
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
@@ -130,7 +141,7 @@ class JobPreparation:
         broker: NodeBroker,
         held_jobs: HeldJobs,
         worker: EngineWorker,
-        tokenizer: Tokenizer,
+        tokenizers: tuple[Tokenizer, TextEncoding | None],
         reports: JobReports,
         outbox: Outbox,
         load_shedder: LoadShedder,
@@ -139,7 +150,7 @@ class JobPreparation:
         self._broker = broker
         self._held_jobs = held_jobs
         self._worker = worker
-        self._tokenizer = tokenizer
+        self._tokenizer, self._texts = tokenizers
         self._reports = reports
         self._outbox = outbox
         self._load_shedder = load_shedder
@@ -225,7 +236,8 @@ class JobPreparation:
             token_ids = await self._encode(job, request)
             prompt_ids: list[TokenLogprobs] = []
             # The engine reports the tokens of a prompt with log-probabilities.
-            if request.params.return_token_ids and request.params.prompt_logprobs is None:
+            params = request.params
+            if isinstance(token_ids, list) and params.return_token_ids and params.prompt_logprobs is None:
                 prompt_ids = await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
         except Exception as error:
             # A library may raise anything; the error concerns this job alone.
@@ -312,10 +324,18 @@ class JobPreparation:
         """End a job that was canceled between take and read. Redis answers the finish call accordingly."""
         self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
 
-    async def _encode(self, job: HeldJob, request: Request) -> list[int]:
+    async def _encode(self, job: HeldJob, request: Request) -> list[int] | PackedTexts:
         return await self._tokenized(partial(self._encode_now, job, request), job, request, self._threads)
 
-    def _encode_now(self, job: HeldJob, request: Request) -> list[int]:
+    def _encode_now(self, job: HeldJob, request: Request) -> list[int] | PackedTexts:
+        if self._texts is not None:
+            return _packed_texts(self._texts, request)
+        if isinstance(request.task, TextTask) and (request.task.texts or request.task.kind not in DECODER_KINDS):
+            raise UnsupportedKindError(f"this model generates text: it cannot {request.task.kind} texts together")
+        if isinstance(request.task, Embed) and request.task.prompt_name is not None:
+            raise RequestError("prompt_name: this model has no prompts", param="prompt_name")
+        if isinstance(request.task, Embed) and request.task.normalize is False:
+            raise RequestError("normalize: this model's embeddings have length 1", param="normalize")
         max_tokens = self._held_jobs.max_model_len if request.params.truncate_prompt_tokens is None else None
         return _encode(self._tokenizer, request, job.taken.tenant, job.job_id, max_tokens)
 
@@ -337,8 +357,10 @@ class JobPreparation:
             self.num_tokenizer_failures += not is_known
             raise
 
-    def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:
-        self._held_jobs.open(job, len(token_ids))
+    def _start(
+        self, job: HeldJob, request: Request, encoded: list[int] | PackedTexts, prepared: Prepared | None
+    ) -> None:
+        self._held_jobs.open(job, len(encoded))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
             return
@@ -346,7 +368,7 @@ class JobPreparation:
             return  # The job was lost or canceled during its preparation.
         params, taken = request.params, job.taken
         # The prompt may leave less of `max_total_tokens` than `max_tokens`.
-        lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, len(token_ids))
+        lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, len(encoded))
         if lowered is not None:
             params = params.model_copy(update={"max_tokens": lowered})
         # Otherwise the output continues the prompt's text.
@@ -357,7 +379,7 @@ class JobPreparation:
         self._worker.add(
             EngineRequest(
                 taken.lease,
-                token_ids,
+                () if isinstance(encoded, PackedTexts) else encoded,
                 params,
                 seed=seed_of(job.job_id, params),
                 resume=[ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else (),
@@ -369,6 +391,7 @@ class JobPreparation:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
+                texts=encoded if isinstance(encoded, PackedTexts) else None,
                 begins_text=begins_text,
                 reasoning=self._reasoning_of(request),
                 prepared=prepared,
@@ -401,7 +424,8 @@ def _num_chars(request: Request) -> int:
     num_ids = len(request.prompt_token_ids or ()) if request.task is not None else 0
     chats = sum(map(_num_chars_of, request.messages or ()))
     texts = (request.prompt, request.tools, request.chat_template_kwargs)
-    return chats + num_ids + sum(len(text or "") for text in texts)
+    further = request.task.texts if isinstance(request.task, TextTask) else ()
+    return chats + num_ids + sum(len(text or "") for text in (*texts, *further))
 
 
 def _num_chars_of(message: Message) -> int:
@@ -436,3 +460,14 @@ def _encode_whole(
         now = created_at(job_id)
         return tokenizer.encode_chat(messages, request.tools, variables, now=now, owner=owner, max_tokens=max_tokens)
     return tokenizer.encode_prompt(request.prompt or "", (tenant, request.params.cache_salt))
+
+
+def _packed_texts(texts: TextEncoding, request: Request) -> PackedTexts:
+    """Return the tokens of a job for an encoder. Raises UnsupportedKindError for a job of another kind."""
+    task = request.task
+    if not isinstance(task, (Embed, Score, Classify)):
+        raise UnsupportedKindError("this model is an encoder and generates no text")
+    if request.messages is not None:
+        raise RequestError("this model is an encoder: it takes texts, not chats", param="messages")
+    ids = request.prompt_token_ids
+    return texts.encode(task, (request.prompt or "") if ids is None else ids)

@@ -36,7 +36,7 @@ _PATHS = {
     JOB: ("/v1/jobs",),
     PARAMS: (),
     TOKENS: ("/tokenize", "/detokenize"),
-    TEXTS: ("/v1/embeddings", "/rerank", "/score"),
+    TEXTS: ("/v1/embeddings", "/rerank", "/score", "/classify"),
     STREAM_OPTIONS: (),
     MESSAGE: (),
 }

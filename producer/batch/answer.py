@@ -22,10 +22,13 @@ from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
+from penstock.contract.tasks import TextTask
 from penstock.producer.batch.endpoints import ENDPOINTS, AnsweredRow
 from penstock.producer.batch.records import RowTerms
 from penstock.producer.client import AsyncJob
-from penstock.producer.client.request import Prompt, choose_pool, require_tool_parser
+from penstock.producer.client.pool_choice import choose_pool
+from penstock.producer.client.request import Prompt, require_tool_parser
+from penstock.producer.client.text_jobs import TextJob, text_jobs
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import WireError
@@ -100,9 +103,10 @@ async def _ask(
         with suppress(NotFoundError, UnavailableError):
             require_tool_parser(choose_pool((await client.pools()).values(), model))
     jobs = list[AsyncJob]()
-    for number, prompt in enumerate(request.prompts):
-        options["idempotency_key"] = f"{key}:{number}" if number else key
-        jobs.append(await client.submit(prompt, **options))
+    for one in await _jobs_of(client, request, model):
+        options["idempotency_key"] = f"{key}:{one.first}" if one.first else key
+        options["task"] = one.task
+        jobs.append(await client.submit(one.prompt, **options))
         on_submit(jobs[-1])
     results = [await _result_of(job) for job in jobs]
     # The record may be gone by now.
@@ -115,6 +119,15 @@ async def _ask(
     await try_all([job.ack for job in jobs[1:]])
     notice = None if request.task is None else notice_of(record, request.task)
     return first.id, body | {"notice": notice} if notice else body
+
+
+async def _jobs_of(client: Submitter, request: ParsedBody, model: str | None) -> list[TextJob]:
+    """Return the jobs of a row: one for each prompt, but for an encoder one for up to 64 texts."""
+    limit = 1
+    if isinstance(request.task, TextTask) and len(request.prompts) > 1:
+        with suppress(NotFoundError, UnavailableError):
+            limit = choose_pool((await client.pools()).values(), model, kind=request.task.kind).texts_per_job
+    return text_jobs(request.prompts, request.task, limit)
 
 
 async def _result_of(job: AsyncJob) -> Result:

@@ -19,11 +19,10 @@ from penstock.contract.fields import BATCH_ROWS, Wire, given_options, only, with
 from penstock.contract.job import QueueFields, QueueOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import PoolRecord
-from penstock.contract.tasks import Embedding
 from penstock.producer.anthropic.bodies import SHOWS_THINKING, MessageBody
 from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.client.request import answer_format, with_defaults
-from penstock.producer.client.tasks import output_of
+from penstock.producer.client.text_calls import embeddings_of
 from penstock.producer.openai.bodies import ECHO_ALONE, ChatBody, CompletionBody
 from penstock.producer.openai.embeddings import EmbeddingFields, embedding_parts, embeddings_head, list_tail
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
@@ -200,8 +199,9 @@ def _response(row: AnsweredRow) -> dict[str, Any]:
 
 def _embeddings(row: AnsweredRow) -> dict[str, Any]:
     parts = [embeddings_head(row.model)]
-    for index, result in enumerate(row.results):
-        values = array("f", output_of(result, Embedding).values)
+    found = (one for result in row.results for one in embeddings_of(result.output))
+    for index, embedding in enumerate(found):
+        values = array("f", embedding.values)
         parts += embedding_parts(index, values, as_base64=row.request.options["base64"])
     return _joined(*parts, list_tail([result.usage for result in row.results]))
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
-from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.prompt import prompts_of
-from penstock.contract.tasks import Detokenized, Embedding, Tokenized
+from penstock.contract.tasks import GENERATE, Classification, Detokenized, Embedding, Ranked, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client import tasks
@@ -24,14 +24,16 @@ from penstock.producer.client.completions import CompletionFeed, as_completed, c
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.flows import AsyncFlow, FlowOptions
 from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
-from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, embedded, submit_all
+from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
+from penstock.producer.client.pool_choice import chosen_pool
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
-from penstock.producer.client.request import Prompt, built_job, check_streamable, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.request import Prompt, built_job, check_streamable, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.schedules import Schedules
 from penstock.producer.client.servers import QueueServers
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
+from penstock.producer.client.text_calls import TextCalls
 from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import warn_of_eviction
@@ -41,7 +43,6 @@ from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Su
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
-from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
 from penstock.queue.tenants.key_store import SeenKeys
 from penstock.runtime.settings import pool_urls, redis_url_of
@@ -86,6 +87,7 @@ class AsyncClient:
         ttl_s = KEYS_TTL_S / len(servers.all[:2])
         self._keys = CachedState(SeenKeys(*directory_connection).all, ttl_s, KEYS_TTL_S - ttl_s)
         self.runs = Runs(self.ack, settings.outage_s)
+        self._texts = TextCalls(self.runs, self.submit, self.served_pool)
         self.dead = DeadLetterBox(servers, self.submit)
         self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
@@ -142,29 +144,13 @@ class AsyncClient:
         *,
         adapter: str | None = None,
         key: JobKey | None = None,
+        kind: str | None = None,
         hides_models: bool = False,
     ) -> ServedPool:
-        """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
-
-        If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
-        """
-        known, chosen = list((await self.servers.pools(CachedState.recent)).values()), None
-        with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
-            chosen = choose_pool(known, model, job_id, adapter=adapter, key=key)
-        if chosen is None:
-            # The model's first node may have joined since.
-            known = list((await self.pools(renewed=True)).values())
-            try:
-                chosen = choose_pool(known, model, job_id, adapter=adapter, key=key, hides_models=hides_models)
-            except NotFoundError:
-                self.servers.require_known_pools()
-                raise
-        if key is None:
-            return chosen
-        # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
-        fitting = fitting_pools(known, model, job_id, adapter=adapter, hides_models=hides_models)
-        pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
-        return chosen if len(pools) == 1 else pools.get(await self.servers.pool_of(key, pools), chosen)
+        """Return the pool that `chosen_pool` chooses for the names and the kind of job. Raises what that raises."""
+        return await chosen_pool(
+            self.servers, model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides_models
+        )
 
     @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -216,7 +202,9 @@ class AsyncClient:
         self.servers.directory.patience.require_open()
         model, job_id, adapter = options.get("model"), options.get("job_id"), options.get("adapter")
         key, hides = job_key_of(options, self._tenant), options.get("hides_models", False)
-        record = await self.served_pool(model, job_id, adapter=adapter, key=key, hides_models=hides)
+        task = options.get("task")
+        kind = GENERATE if task is None else task.kind
+        record = await self.served_pool(model, job_id, adapter=adapter, key=key, kind=kind, hides_models=hides)
         with naming_pool(record.pool):
             job = await built_job(prompt, options, record, self._tenant)
             if job.webhooks:
@@ -319,12 +307,22 @@ class AsyncClient:
         return tasks.output_of(await job.result(), Detokenized).text
 
     async def embed(self, prompts: Sequence[Prompt], **options: Unpack[tasks.EmbedOptions]) -> list[Embedding]:
-        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. For an encoder, 64 share a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
         While the pool is busy, the call waits, as `generate` does.
         """
-        return await embedded(self.runs, self.submit, self.served_pool, prompts, options)
+        return await self._texts.embed(prompts, options)
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], **options: Unpack[tasks.RerankOptions]
+    ) -> list[Ranked]:
+        """Return documents by how well they fit a query, the best first. `RerankOptions` lists the options."""
+        return await self._texts.rerank(query, documents, options)
+
+    async def classify(self, texts: Sequence[str], **options: Unpack[tasks.ClassifyOptions]) -> list[Classification]:
+        """Return the labels of texts in their order. `ClassifyOptions` lists the options. Errors are as in `embed`."""
+        return await self._texts.classify(texts, options)
 
     def flow(self, **options: Unpack[FlowOptions]) -> AsyncFlow:
         """Return a new flow: rows that wait for rows, and have their texts; see `AsyncFlow.add` and `FlowOptions`."""

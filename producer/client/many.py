@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
 from penstock.contract.job import JobOptions, PackedPrompt, SubmitOptions
-from penstock.contract.pool import PoolRecord, notice_of
-from penstock.contract.tasks import Embed, Embedding
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import MAX_IN_FLIGHT, Run, RunOptions
-from penstock.producer.client.tasks import EmbedOptions, output_of, submit_embed
 from penstock.runtime.event_loop import try_all
 
 Submit = Callable[..., Awaitable[AsyncJob]]
@@ -83,31 +78,6 @@ def checked(prompts: AnyPrompts) -> AnyPrompts:
     if isinstance(prompts, (str, bytes, PackedPrompt)) or not isinstance(prompts, (Iterable, AsyncIterable)):
         raise RequestError("prompts must be an iterable of prompts, such as a list or an open file", param="prompts")
     return prompts
-
-
-async def embedded(
-    runs: Runs,
-    submit: Submit,
-    served_pool: Callable[[str | None], Awaitable[PoolRecord]],
-    prompts: Sequence[Prompt],
-    options: EmbedOptions,
-) -> list[Embedding]:
-    """Return the embeddings of prompts in their order. If one job fails, the others are canceled.
-
-    Warns if the model's files do not say that it is for embeddings. Python shows that once in a process.
-    """
-    if isinstance(prompts, str):
-        raise RequestError("prompts must be a list of texts, token ids or chats", param="prompts")
-    wanted = submit_embed(options)
-    run = runs.new(partial(submit, task=wanted.pop("task")), cast(GenerateOptions, wanted), in_order=False)
-    async with aclosing(run.answers(prompts)) as answers:
-        found = {answer.index: output_of(answer.result, Embedding) async for answer in answers}
-    notice = ""
-    with suppress(PenstockError):
-        notice = notice_of(await served_pool(options.get("model")), Embed())
-    if notice:
-        warnings.warn(notice, stacklevel=2)
-    return [found[index] for index in range(len(found))]
 
 
 # Lists of submissions.

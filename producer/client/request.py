@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 import uuid_utils
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.durations import seconds_of
-from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
+from penstock.contract.errors import RequestError, TooLargeError, UnsupportedKindError
 from penstock.contract.job import (
     DURATIONS,
     LATER_THAN_START,
@@ -30,7 +29,6 @@ from penstock.contract.job import (
     QueueFields,
     SamplingParams,
     SubmitOptions,
-    pool_of,
 )
 from penstock.contract.job_actions import checked_class
 from penstock.contract.pool import PoolRecord
@@ -38,7 +36,7 @@ from penstock.contract.priority import default_class
 from penstock.contract.problems import problem_of, request_error
 from penstock.contract.prompt import PromptField
 from penstock.contract.sampling import StructuredOutputs
-from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
+from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, TextTask
 from penstock.contract.tools import (
     ReasoningParserName,
     ToolChoice,
@@ -50,12 +48,12 @@ from penstock.contract.tools import (
     narrowed,
     reasoning_parser_for,
 )
+from penstock.producer.client.pool_choice import names_of
 from penstock.producer.client.reasoning import with_budget
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.submitting import first_words
 from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
-from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import add_prompt, pack
 
 # `tool_choice`: the text of a job is constrained to calls, and the calls to their functions' schemas.
@@ -185,86 +183,6 @@ _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", **{field: name for
 """Fields of a job to the arguments that callers pass for them."""
 
 
-def choose_pool(
-    pools: Iterable[ServedPool],
-    model: str | None,
-    job_id: str | None = None,
-    *,
-    adapter: str | None = None,
-    key: JobKey | None = None,
-    hides_models: bool = False,
-) -> ServedPool:
-    """Return a pool that serves `model`, or an adapter of that name; without a model, the only served one.
-
-    Of several pools for one model, `job_id` names one. Otherwise the one of the highest rank for `key` is chosen, so
-    that simultaneous submissions with one key meet; without a key, one is drawn at random. A pool without a live node
-    is returned only if no other fits: its nodes may return soon, and the model is known. With `hides_models`, errors do
-    not list what is served.
-
-    Raises what `fitting_pools` raises, and RequestError if `model` is necessary and missing. Raises
-    ProtocolVersionError if the model's only pools have another protocol version.
-    """
-    known = list(pools)
-    served = _live_or_all(fitting_pools(known, model, job_id, adapter=adapter, hides_models=hides_models))
-    if model is None and len({pool.model for pool in served}) > 1:
-        listed = "" if hides_models else _served_names(known)
-        raise RequestError(f"model must be named{listed}", param="model")
-    chosen = random.choice(served) if key is None else max(served, key=lambda pool: key.rank_of(pool.pool))
-    if chosen.protocol_version != PROTOCOL_VERSION:
-        raise other_version(chosen.pool, chosen.protocol_version)
-    return chosen
-
-
-def fitting_pools(
-    known: list[ServedPool],
-    model: str | None,
-    job_id: str | None = None,
-    *,
-    adapter: str | None = None,
-    hides_models: bool = False,
-) -> list[ServedPool]:
-    """Return all pools for these names, with and without a live node. `hides_models` as in `choose_pool`.
-
-    Raises UnavailableError if no model is served, and NotFoundError for unknown names.
-    """
-    fitting = known
-    if not known:
-        raise UnavailableError("no model is served: `penstock serve` or `penstock node` starts one", code="no_node")
-    if job_id is not None:
-        fitting = [p for p in known if p.pool == pool_of(job_id)]
-        if not fitting:
-            raise NotFoundError(f"job_id {job_id!r} names no served pool", code="model_not_found", param="job_id")
-    if model is not None:
-        fitting = [p for p in fitting if model in names_of(p)] or [p for p in fitting if model in p.adapters]
-    if not fitting:
-        listed = "" if hides_models else _served_names(known)
-        raise NotFoundError(f"model {model!r} is not served{listed}", code="model_not_found", param="model")
-    if adapter is None:
-        return fitting
-    with_adapter = [pool for pool in fitting if adapter in pool.adapters]
-    if not with_adapter:
-        listed = "" if hides_models else _served_names(fitting, models=False)
-        raise NotFoundError(f"adapter {adapter!r} is not served{listed}", code="model_not_found", param="adapter")
-    return with_adapter
-
-
-def _served_names(pools: list[ServedPool], *, models: bool = True) -> str:
-    """Return the end of an error: the adapters of these pools, and their models."""
-    shown = _live_or_all(pools)
-    names = {name for pool in shown for name in pool.adapters} | {pool.model for pool in shown if models}
-    return f"; served: {', '.join(sorted(names)) or 'none'}"
-
-
-def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
-    """Return the pools with a live node, or all pools if none has one."""
-    return [pool for pool in pools if pool.is_alive] or pools
-
-
-def names_of(pool: PoolRecord) -> tuple[str, ...]:
-    """Return the names under which a caller may ask for a pool's model."""
-    return pool.pool, pool.model, *pool.aliases
-
-
 def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:
     """Return the idempotency key of a submission, or None. Raises RequestError for a wrong key or tenant."""
     if (key := options.get("idempotency_key")) is None:
@@ -300,7 +218,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     priority = checked_class(options.get("priority"))
     of_job["priority"] = default_class(bool(options.get("background", True))) if priority is None else priority
-    if isinstance(task := options.get("task"), Embed):
+    if isinstance(task := options.get("task"), TextTask):
         of_job["task"] = task.within(record.max_model_len)
     sampling = {name: value for name, value in options.items() if name not in OPTIONS_OF_QUEUE}
     try:
@@ -335,6 +253,12 @@ def _check_task(job: JobDef, record: PoolRecord) -> None:
         message = f"the nodes of model {record.model!r} do not know jobs of kind {job.kind!r}; upgrade them"
         raise UnsupportedKindError(message)
     num_bytes, num_ids = prompt_bytes(job) + tool_bytes(job), num_prompt_ids(job) or 0
+    if isinstance(job.task, TextTask) and job.task.texts:
+        if len(job.task.texts) > record.texts_per_job:
+            limit = record.texts_per_job
+            raise UnsupportedKindError(f"the nodes of model {record.model!r} take {limit} texts in one job at most")
+        num_bytes += sum(len(text.encode()) for text in job.task.texts if isinstance(text, str))
+        num_ids += sum(len(text) for text in job.task.texts if not isinstance(text, str))
     if num_bytes > MAX_TASK_BYTES:
         raise TooLargeError(f"prompt has {num_bytes} bytes; the limit of a task is {MAX_TASK_BYTES}", param="prompt")
     if num_ids > MAX_TASK_TOKENS:

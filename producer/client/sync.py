@@ -16,7 +16,7 @@ from penstock.contract.job_actions import ActionName, BulkReport, FilterOptions
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.pauses import Pause
 from penstock.contract.priority import ClassName, Priority
-from penstock.contract.tasks import Embedding, Tokenized
+from penstock.contract.tasks import Classification, Embedding, Ranked, Tokenized
 from penstock.contract.tenant import Terms
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
@@ -29,7 +29,14 @@ from penstock.producer.client.run import Answered, Run, RunStep, next_prompts
 from penstock.producer.client.schedules import SyncSchedules
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
-from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
+from penstock.producer.client.tasks import (
+    ClassifyOptions,
+    CountOptions,
+    EmbedOptions,
+    RerankOptions,
+    TaskCallOptions,
+    TokenizeOptions,
+)
 from penstock.producer.client.webhooks import SyncWebhooks
 from penstock.queue.broker.completions import Completion
 from penstock.queue.broker.job_lists import JobPage
@@ -117,13 +124,18 @@ class Client:
         return self._loop.call(self._client.pools(renewed=renewed))
 
     def served_pool(
-        self, model: str | None = None, job_id: str | None = None, *, adapter: str | None = None
+        self,
+        model: str | None = None,
+        job_id: str | None = None,
+        *,
+        adapter: str | None = None,
+        kind: str | None = None,
     ) -> ServedPool:
         """Return the pool to which `submit` sends the jobs of a model; without one, that of the only served model.
 
         Raises RequestError if `model` is needed, NotFoundError for an unknown one, UnavailableError if none is served.
         """
-        return self._loop.call(self._client.served_pool(model, job_id, adapter=adapter))
+        return self._loop.call(self._client.served_pool(model, job_id, adapter=adapter, kind=kind))
 
     @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
@@ -211,7 +223,7 @@ class Client:
         return self._loop.call(self._client.detokenize(token_ids, **options))
 
     def embed(self, prompts: Sequence[Prompt], **options: Unpack[EmbedOptions]) -> list[Embedding]:
-        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. For an encoder, 64 share a job.
 
         `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
         While the pool is busy, the call waits, as `generate` does.
@@ -221,6 +233,14 @@ class Client:
     def flow(self, **options: Unpack[FlowOptions]) -> Flow:
         """Return a new flow: rows that wait for rows, and have their texts; see `Flow.add` and `FlowOptions`."""
         return Flow(self._client.flow(**options), self._loop.call)
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> list[Ranked]:
+        """Return documents by how well they fit a query, the best first. `RerankOptions` lists the options."""
+        return self._loop.call(self._client.rerank(query, documents, **options))
+
+    def classify(self, texts: Sequence[str], **options: Unpack[ClassifyOptions]) -> list[Classification]:
+        """Return the labels of texts in their order. `ClassifyOptions` lists the options. Errors are as in `embed`."""
+        return self._loop.call(self._client.classify(texts, **options))
 
     def attach(self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None) -> Job:
         """Return a handle on a job that any process submitted; see `AsyncClient.attach`."""

@@ -12,7 +12,7 @@ from penstock.contract.job import SubmitOptions, TaskQueueOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.problems import request_error
-from penstock.contract.tasks import Detokenize, Embed, Pooling, Task, TaskOutput, Tokenize
+from penstock.contract.tasks import Classify, Detokenize, Embed, Pooling, Score, Task, TaskOptions, TaskOutput, Tokenize
 from penstock.contract.tenant import Terms
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
@@ -42,12 +42,32 @@ class TokenizeOptions(CountOptions, total=False):
 
 
 class EmbedOptions(TaskCallOptions, total=False):
-    """Keyword arguments of `embed`. `Embed` describes the first three, `SubmitOptions` the last one."""
+    """Keyword arguments of `embed`. `Embed` describes the first five, `SubmitOptions` the last one."""
 
     pooling: Pooling | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
+    prompt_name: str | None
+    normalize: bool | None
     adapter: str | None
+
+
+class ClassifyOptions(TaskCallOptions, total=False):
+    """Keyword arguments of `classify`. `Classify` describes them."""
+
+    raw: bool
+    truncate_prompt_tokens: int | None
+
+
+class RerankOptions(TaskCallOptions, total=False):
+    """Keyword arguments of `rerank`.
+
+    top_n: how many of the best documents to return; None: all.
+    truncate_prompt_tokens: as `Score` describes it.
+    """
+
+    top_n: int | None
+    truncate_prompt_tokens: int | None
 
 
 def submit_tokenize(options: TokenizeOptions | CountOptions, *, return_tokens: bool) -> SubmitOptions:
@@ -63,14 +83,28 @@ def submit_detokenize(options: TaskCallOptions) -> SubmitOptions:
 
 def submit_embed(options: EmbedOptions) -> SubmitOptions:
     """Return the options with which to submit an `Embed` job. Raises RequestError."""
-    of_task, others = _divided(options, Embed)
+    return _submit(Embed, options)
+
+
+def submit_classify(options: ClassifyOptions) -> SubmitOptions:
+    """Return the options with which to submit a `Classify` job. Raises RequestError."""
+    return _submit(Classify, options)
+
+
+def submit_score(options: Mapping[str, Any]) -> SubmitOptions:
+    """Return the options with which to submit a `Score` job, whose texts are to be set. Raises RequestError."""
+    return _submit(Score, {"texts": ("",), **options})
+
+
+def _submit(kind: type[Embed | Score | Classify], options: Mapping[str, Any]) -> SubmitOptions:
+    of_task, others = _divided(options, kind)
     try:
-        return _of_task(Embed.model_validate(of_task), others)
+        return _of_task(kind.model_validate(of_task), others)
     except ValidationError as error:
         raise request_error(error) from None
 
 
-def _divided(options: Mapping[str, Any], task: type[Tokenize | Embed]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divided(options: Mapping[str, Any], task: type[TaskOptions]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a task, and the others."""
     of_task = {name: value for name, value in options.items() if name in task.model_fields}
     return of_task, {name: value for name, value in options.items() if name not in of_task}

@@ -14,12 +14,12 @@ from pydantic_core import to_json
 from penstock.contract.fields import WHOLE_NUMBER, Hint, Whole, Wire, only
 from penstock.contract.output import Usage
 from penstock.contract.sampling import SamplingParams
-from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, TruncatedTokens
+from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, PromptName, TruncatedTokens
 from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.openai.bodies import prompts_of
 
 MAX_INPUTS = 2048
-"""Most texts of one request or row, as in OpenAI's API. Each text is a job."""
+"""Most texts of one request or row, as in OpenAI's API."""
 NUMBERS_PER_PART = 512
 """Numbers of a vector that are rendered at once, which takes 0.2 ms."""
 _Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
@@ -48,27 +48,40 @@ class TaskFields(Wire):
         return {}
 
 
-class EmbedFields(TaskFields):
+class TextFields(TaskFields):
+    """The fields that all bodies share whose texts a model computes whole."""
+
+    truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
+    """Keep only that many of a text's tokens; -1: as many as the model's context takes. A model that generates text
+    keeps the last ones, an encoder the first ones with the marks around the text. Default: a longer text is refused."""
+    user: Hint = None
+    add_special_tokens: Annotated[Any, only(None, True)] = None
+    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
+
+
+class EmbedFields(TextFields):
     """The fields that all bodies with texts to embed share."""
 
     pooling: Pooling | None = None
     """How the hidden states of a text become one vector: `mean` of all tokens, `last` token or `cls` (first token).
     Default: what the model's files say, or else `mean`."""
-    truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
-    """Keep only that many of a text's last tokens; -1: as many as the model's context takes. Default: a longer text is
-    refused."""
-    user: Hint = None
+    prompt_name: PromptName | None = None
+    """Put the model's prompt of this name before each text; only encoders have prompts. Default: the model's own."""
     truncation_side: Annotated[Any, only(None, "left")] = None
-    add_special_tokens: Annotated[Any, only(None, True)] = None
-    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
 
     def task(self) -> Embed:
         """Return what the job does with each text."""
-        return Embed(pooling=self.pooling, truncate_prompt_tokens=self.truncate_prompt_tokens)
+        return Embed(
+            pooling=self.pooling, prompt_name=self.prompt_name, truncate_prompt_tokens=self.truncate_prompt_tokens
+        )
 
 
 def _inputs_of(value: object) -> list[str | list[int]]:
     return prompts_of(value, MAX_INPUTS)
+
+
+Inputs: TypeAlias = Annotated[list[str | list[int]], PlainValidator(_inputs_of, json_schema_input_type=_Input)]
+"""Texts, or their token ids."""
 
 
 class EmbeddingFields(EmbedFields):
@@ -76,25 +89,26 @@ class EmbeddingFields(EmbedFields):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    input: Annotated[list[str | list[int]], PlainValidator(_inputs_of, json_schema_input_type=_Input)]
+    input: Inputs
     """A text, a list of token ids, or a list of either."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""
     dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
     """Keep only the first dimensions, and normalize again. Useful only if the model was trained for it."""
-    normalize: Annotated[Any, only(None, True)] = None
+    normalize: bool | None = None
+    """Whether vectors have length 1; only encoders may leave it out. Default: as the model's files say."""
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
         return {"prompt": "input"}
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the texts. Each becomes one job."""
+        """Return the texts."""
         return [*self.input]
 
     def task(self) -> Embed:
         """Return what the job does with each text."""
-        return super().task().model_copy(update={"dimensions": self.dimensions})
+        return super().task().model_copy(update={"dimensions": self.dimensions, "normalize": self.normalize})
 
     def options(self) -> dict[str, Any]:
         """Return the encoding of the answer."""
@@ -117,7 +131,7 @@ def embedding_parts(index: int, values: array[float], *, as_base64: bool) -> Ite
             values.byteswap()
         yield b'"%b"' % base64.b64encode(values.tobytes())
     else:
-        yield from _numbers(values)
+        yield from numbers_of(values)
     yield b"}"
 
 
@@ -127,7 +141,7 @@ def list_tail(usages: Sequence[Usage | None]) -> bytes:
     return b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens)
 
 
-def _numbers(values: array[float]) -> Iterator[bytes]:
+def numbers_of(values: array[float]) -> Iterator[bytes]:
     """Yield a JSON array of numbers in parts. Nine digits identify a float32."""
     for start in range(0, len(values), NUMBERS_PER_PART):
         part = b",".join([b"%.9g" % value for value in values[start : start + NUMBERS_PER_PART]])

@@ -18,7 +18,7 @@ from penstock.producer.batch.lines import InputCheck, InputLimits, InputRow, che
 from penstock.producer.batch.records import RowTerms
 from penstock.producer.batch.run import RowRun
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import choose_pool
+from penstock.producer.client.pool_choice import choose_pool
 from penstock.producer.files.service import Files
 from penstock.producer.flows.graph import FlowGraph
 from penstock.producer.stored_batches.flow_rows import FlowRows

@@ -125,7 +125,7 @@ class EchoEngine:
     max_prompt_tokens = MAX_PROMPT_TOKENS
 
     def __init__(self) -> None:
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer, self.texts = ByteTokenizer(), None
         self.max_model_len = MAX_MODEL_LEN
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"

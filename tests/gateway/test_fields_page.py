@@ -140,6 +140,9 @@ SENT: dict[str, Sent] = {
     "min_tokens": Sent(1, -1),
     "model": Sent(MODEL, ""),
     "n": Sent(2, 17),
+    "normalize": Sent(accepted=True),
+    # The model of these tests has no prompts.
+    "prompt_name": Sent(None, ""),
     "name": Sent("ann"),
     "not_before_s": Sent(0, -1),
     "output_config": Sent({"format": {"type": "json_schema", "schema": {}}}, {"effort": "x"}),

@@ -21,7 +21,7 @@ import re, sys, time
 from penstock.cli.main import app
 from penstock.gpu_node import process
 
-load = process.Engine
+load = process.open_engine
 
 def compile_and_load(*given, **named):
     # One call that holds Python's lock, so that the loop stands still.
@@ -30,7 +30,7 @@ def compile_and_load(*given, **named):
     print("held", time.monotonic() - began_s, file=sys.stderr, flush=True)
     return load(*given, **named)
 
-process.Engine = compile_and_load
+process.open_engine = compile_and_load
 app(["node"])
 """
 

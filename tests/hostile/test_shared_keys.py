@@ -19,7 +19,7 @@ from penstock.contract.job_actions import JobFilter
 from penstock.contract.output import Chunk
 from penstock.contract.pool import PoolRecord
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import choose_pool
+from penstock.producer.client.pool_choice import choose_pool
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect

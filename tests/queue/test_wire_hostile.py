@@ -121,8 +121,8 @@ def test_request_that_cannot_be_honoured_is_refused(change: dict[str, Any], mess
 
 
 def test_unknown_kind_of_job_is_refused_by_name() -> None:
-    fields = msgpack.unpackb(WHOLE["request"]) | {"kind": "classify"}
-    with pytest.raises(UnsupportedKindError, match="kind 'classify'"):
+    fields = msgpack.unpackb(WHOLE["request"]) | {"kind": "translate"}
+    with pytest.raises(UnsupportedKindError, match="kind 'translate'"):
         wire.decode_request(msgpack.packb(fields))
 
 

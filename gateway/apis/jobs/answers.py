@@ -120,9 +120,11 @@ def result_object(result: PackedResult) -> dict[str, Any]:
         "choices": Items(lambda: map(_choice_object, result.choices)),
         "usage": None if result.usage is None else usage_object(result.usage),
     }
-    if result.output is not None and result.output.kind == EMBED:
-        vector = result.output
-        answer["embedding"] = Rows(lambda: iter(vector.floats()))
+    output = result.output
+    if output is not None and output.num_rows > 1:
+        answer["rows"] = Rows(lambda: map(list, output.rows()))
+    elif output is not None and output.kind == EMBED:
+        answer["embedding"] = Rows(lambda: iter(output.floats()))
     if result.prompt_logprobs:
         answer["prompt_logprobs"] = Rows(lambda: prompt_logprobs(result.prompt_logprobs))
     return answer

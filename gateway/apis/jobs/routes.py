@@ -51,7 +51,8 @@ from penstock.producer.client.completions import Completion, CompletionCursor, C
 from penstock.producer.client.explanation import explain
 from penstock.producer.client.job_objects import completion_object, job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
-from penstock.producer.client.request import Prompt, choose_pool
+from penstock.producer.client.pool_choice import choose_pool
+from penstock.producer.client.request import Prompt
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.event_loop import LoopYielder

@@ -49,7 +49,8 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.event_stream import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import answer_format, names_of, pack_prompt_of, with_defaults
+from penstock.producer.client.pool_choice import names_of
+from penstock.producer.client.request import answer_format, pack_prompt_of, with_defaults
 from penstock.producer.openai.seals import THOUGHTS, Seal
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.responses.answer import SHOWN_SAMPLING, echo_of

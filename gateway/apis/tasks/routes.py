@@ -1,4 +1,4 @@
-"""Routes of tasks, with their answers: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank` and `/score`."""
+"""Routes of tasks, with their answers: tokens, embeddings, scores and labels of texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from operator import mul
 
 from pydantic_core import to_json
 from starlette.routing import Route
@@ -15,7 +14,9 @@ from starlette.routing import Route
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import PackedPrompt
 from penstock.contract.output import Usage
+from penstock.contract.tasks import SCORE
 from penstock.gateway.apis.tasks.schemas import (
+    ClassifyRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -26,8 +27,10 @@ from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
+from penstock.gateway.stream.rows import RowEncoder
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, list_tail
+from penstock.producer.client.text_calls import similarity_of
+from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, numbers_of
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.results import PackedOutput, PackedResult
 from penstock.queue.wire import unpack_all
@@ -106,75 +109,45 @@ _DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", ob
 # Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
 
 
-class _Encoder(WholeEncoder):
-    """The base of encoders for requests whose jobs return one embedding each."""
-
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
-
-    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the parts of the answer that follow from the embedding of text `index`."""
-        if result.output is None:
-            raise InvariantError(f"the result of job {result.job_id} has no output")
-        return self._parts(index, result.output)
-
-    def tail(self, usages: Sequence[Usage | None]) -> bytes:
-        """Return the end of the list, and the usage of all jobs."""
-        return list_tail(usages)
-
-    @property
-    def _model(self) -> bytes:
-        """The model's name as JSON."""
-        return to_json(self._head.model)
-
-    @property
-    def _id(self) -> bytes:
-        return to_json(self._head.job_ids[0])
-
-    @abstractmethod
-    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
-        """Yield the parts of the answer."""
-
-
-class EmbeddingEncoder(_Encoder):
+class EmbeddingEncoder(RowEncoder):
     """OpenAI's answer of `/v1/embeddings`."""
 
     def head(self) -> bytes:
         """Return the part before the embeddings."""
-        return embeddings_head(self._head.model)
+        return embeddings_head(self.answer.model)
 
-    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
-        yield from embedding_parts(index, output.floats(), as_base64=self._head.options["base64"])
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+        yield from embedding_parts(index, values, as_base64=self.answer.options["base64"])
 
 
-class ScoreEncoder(_Encoder):
+class ScoreEncoder(RowEncoder):
     """vLLM's answer of `/score`."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
         self._first = array("f")
         """The embedding that the next ones are compared with."""
+        self._num_scores = 0
 
     def head(self) -> bytes:
         """Return the part before the scores."""
-        return b'{"id":%b,"object":"list","created":%d,"model":%b,"data":[' % (
-            self._id,
-            self._head.created_s,
-            self._model,
-        )
+        return self.list_head
 
-    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
-        is_first = index % 2 == 0 if self._head.options["pairs"] else index == 0
-        if is_first:
-            self._first = output.floats()
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+        if output.kind == SCORE:
+            score = values[0]
+        elif index % 2 == 0 if self.answer.options["pairs"] else index == 0:
+            self._first = values
             return
-        at = index // 2 if self._head.options["pairs"] else index - 1
-        score = to_json(similarity(self._first, output.floats()))
-        yield b'%b{"index":%d,"object":"score","score":%b}' % (b"," if at else b"", at, score)
+        else:
+            score = similarity_of(self._first, values, self.answer.similarity)
+        at = self._num_scores
+        self._num_scores += 1
+        yield b'%b{"index":%d,"object":"score","score":%b}' % (b"," if at else b"", at, to_json(score))
 
 
-class RerankEncoder(_Encoder):
-    """The answer of `/rerank` in the shape of Jina, Cohere and vLLM. It is rendered after the last embedding."""
+class RerankEncoder(RowEncoder):
+    """The answer of `/rerank` in the shape of Jina, Cohere and vLLM. It is rendered after the last document."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
@@ -183,36 +156,60 @@ class RerankEncoder(_Encoder):
 
     def head(self) -> bytes:
         """Return the JSON before the list of documents."""
-        return b'{"id":%b,"model":%b,"results":[' % (self._id, self._model)
+        return b'{"id":%b,"model":%b,"results":[' % (self.id, self.model)
 
-    def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
         # An empty part lets the writer serve other requests: each comparison takes part of a millisecond.
         yield b""
-        if index == 0:
-            self._query = output.floats()
+        if output.kind == SCORE:
+            self._scores.append(values[0])
+        elif index == 0:
+            self._query = values
             return
-        self._scores.append(similarity(self._query, output.floats()))
-        if index + 1 == len(self._head.job_ids):
+        else:
+            self._scores.append(similarity_of(self._query, values, self.answer.similarity))
+        if 1 + len(self._scores) == len(self.answer.prompts):
             yield from self._results()
         else:
             yield b""  # Between two parts, the writer lets other tasks run.
 
     def _results(self) -> Iterator[bytes]:
         order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])
-        for place, at in enumerate(order[: self._head.options["top_n"]]):
+        for place, at in enumerate(order[: self.answer.options["top_n"]]):
             yield b'%b{"index":%d,' % (b"," if place else b"", at)
-            if self._head.options["has_documents"]:
-                document = _text_of(self._head.prompts[1 + at])
+            if self.answer.options["has_documents"]:
+                document = _text_of(self.answer.prompts[1 + at])
                 yield b'"document":'
                 yield from json_parts({"text": Text(partial(_alone, document))})
                 yield b","
             yield b'"relevance_score":%b}' % to_json(self._scores[at])
 
 
-def similarity(first: array[float], second: array[float]) -> float:
-    """Return the cosine similarity of two vectors of length 1, between -1 and 1."""
-    cosine: float = sum(map(mul, first, second))
-    return max(-1.0, min(1.0, cosine))
+class ClassifyEncoder(RowEncoder):
+    """vLLM's answer of `/classify`. A model that labels tokens adds what it found, in the shape of transformers."""
+
+    def head(self) -> bytes:
+        """Return the part before the labels."""
+        return self.list_head
+
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the parts of the answer that follow from the texts of job `index`."""
+        output = result.output
+        if output is None or not (found := output.entities()):
+            yield from super().parts_of(index, result)
+            return
+        for entities in found:
+            at = self.num_texts
+            self.num_texts += 1
+            yield b'%b{"index":%d,"num_classes":%d,"entities":' % (b"," if at else b"", at, len(output.labels))
+            yield to_json(entities) + b"}"
+
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+        best = max(range(len(values)), key=lambda at: values[at])
+        label = to_json(output.labels[best] if best < len(output.labels) else f"LABEL_{best}")
+        yield b'%b{"index":%d,"label":%b,"probs":' % (b"," if index else b"", index, label)
+        yield from numbers_of(values)
+        yield b',"num_classes":%d}' % len(values)
 
 
 def _alone(text: str) -> tuple[str]:
@@ -242,13 +239,20 @@ _EMBEDDINGS_DOC = RouteDoc(
 _RANKED = object_of(index=NUMBER, relevance_score=_FLOAT)
 _RANKED["properties"]["document"] = object_of(text=TEXT)
 _RERANK_DOC = RouteDoc(
-    "Order documents by the cosine similarity of their embeddings to that of a query.",
+    "Order documents by how well they fit a query: as a model scores both, or else by the cosine of embeddings.",
     object_of(id=TEXT, model=TEXT, results=list_of(_RANKED), usage=_USAGE),
 )
 _SCORE = object_of(index=NUMBER, object={"const": "score"}, score=_FLOAT)
 _SCORE_DOC = RouteDoc(
-    "Return the cosine similarity of the embeddings of texts.",
+    "Return how well texts fit each other: as a model scores pairs, or else the cosine of embeddings.",
     object_of(id=TEXT, object={"const": "list"}, created=NUMBER, model=TEXT, data=list_of(_SCORE), usage=_USAGE),
+)
+
+
+_LABELED = object_of(index=NUMBER, label=TEXT, probs=list_of(_FLOAT), num_classes=NUMBER)
+_CLASSIFY_DOC = RouteDoc(
+    "Return the labels of texts, by a model that classifies them.",
+    object_of(id=TEXT, object={"const": "list"}, created=NUMBER, model=TEXT, data=list_of(_LABELED), usage=_USAGE),
 )
 
 
@@ -262,10 +266,12 @@ def _routes(services: Services) -> list[Route]:
     embeddings = Generate(EmbeddingRequest, TaskDialect(EmbeddingEncoder), reader, answers, _EMBEDDINGS_DOC)
     rerank = Generate(RerankRequest, TaskDialect(RerankEncoder, shows_prompts=True), reader, answers, _RERANK_DOC)
     score = Generate(ScoreRequest, TaskDialect(ScoreEncoder), reader, answers, _SCORE_DOC)
+    classify = Generate(ClassifyRequest, TaskDialect(ClassifyEncoder), reader, answers, _CLASSIFY_DOC)
     return [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/classify", classify, methods=["POST"]),
         *(Route(path, rerank, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
     ]
@@ -273,6 +279,6 @@ def _routes(services: Services) -> list[Route]:
 
 TASKS = HttpDialect(
     _routes,
-    bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+    bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest),
     job_bodies={"/v1/embeddings": JobBody(EmbeddingRequest)},
 )

@@ -1,4 +1,4 @@
-"""Bodies of requests for tasks: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank` and `/score`."""
+"""Bodies of requests for tasks: `/tokenize`, `/detokenize`, `/v1/embeddings`, `/rerank`, `/score` and `/classify`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.fields import EMBEDDINGS, Endpoint, Whole, Wire, only, with_option_fields
 from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions, TokenId
 from penstock.contract.priority import ClassName
-from penstock.contract.tasks import MAX_TASK_TOKENS, Detokenize, Task, Tokenize
+from penstock.contract.tasks import MAX_TASK_TOKENS, Classify, Detokenize, Task, Tokenize
 from penstock.contract.tools import MAX_TOOLS, NO_TOOLS, ToolUse
 from penstock.gateway.request.bodies import class_of
 from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
-from penstock.producer.openai.embeddings import MAX_INPUTS, EmbeddingFields, EmbedFields, TaskFields
+from penstock.producer.openai.embeddings import MAX_INPUTS, EmbeddingFields, EmbedFields, Inputs, TaskFields, TextFields
 from penstock.producer.openai.messages import ChatMessage, OfferedTool, few_calls
 
 
@@ -231,3 +231,33 @@ class ScoreRequest(_EmbeddingBody):
     def options(self) -> dict[str, Any]:
         """Return whether the texts come in pairs."""
         return {"pairs": len(self.text_1) > 1}
+
+
+class ClassifyRequest(_QueuedBody, TextFields):
+    """Body of `POST /classify`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "input": ["A lovely film", "A dull one"]}]},
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+    )
+    endpoint: ClassVar[Endpoint] = EMBEDDINGS
+    stream: ClassVar[bool] = False
+
+    priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
+    input: Inputs
+    """A text, a list of token ids, or a list of either."""
+    use_activation: Annotated[bool | None, Field(validation_alias=AliasChoices("use_activation", "activation"))] = None
+    """Return probabilities; false: the model's numbers (logits) as they are. Default: true."""
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "input"}
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the texts."""
+        return [*self.input]
+
+    def task(self) -> Classify:
+        """Return what a job does with each text."""
+        return Classify(raw=self.use_activation is False, truncate_prompt_tokens=self.truncate_prompt_tokens)

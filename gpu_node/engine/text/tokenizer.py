@@ -124,12 +124,14 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_parser: str | None = None,
         reasoning_parser: ReasoningParserName | None = None,
+        generates: bool = True,
     ) -> None:
         """`vocab_size`: the model's, which may be padded beyond the tokenizer's; the additional ids have no text.
 
         `written`: the tokenizer in memory, if this process has just written it to the folder. `chat_template` replaces
         that of the folder. `tool_parser`: the format of calls, by name; None: the one that the template shows.
-        `reasoning_parser`: the same for the reasoning.
+        `reasoning_parser`: the same for the reasoning. `generates`: whether the model's tokens become text one after
+        another.
 
         Raises ConfigError for a folder without a usable tokenizer, or with an unsupported kind.
         """
@@ -154,7 +156,7 @@ class Tokenizer:
         self._tool_template = self._template if is_same else ChatTemplate(of_tools or "", files.special_tokens)
         """The template of chats with tools."""
         with reading(folder / "tokenizer.json"):
-            self._decoder_steps = _decoder_steps(self._backend)
+            self._decoder_steps = _decoder_steps(self._backend, checked=generates)
             tokens = tokens_by_id(self._backend) if written is None else written.tokens
             self.token_bytes = self._token_table(tokens, vocab_size)
             """The bytes of each token; empty for special tokens and for ids without a token."""
@@ -162,6 +164,11 @@ class Tokenizer:
         with reading(own if own.is_file() or chat_template is not None else folder / "tokenizer_config.json"):
             # The template compiles meanwhile. One that does not is an error of the model's folder.
             _ = self.takes_tools
+
+    @property
+    def backend(self) -> Any:
+        """The library's tokenizer, for texts that come in pairs or need the places of their tokens."""
+        return self._backend
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
@@ -466,13 +473,13 @@ def _without_ids(text: str, num_ids: int) -> str:
     return json.dumps(spec, ensure_ascii=False)
 
 
-def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
-    """Return the decoder's steps from tokens to text. Raises ConfigError for steps that are not supported here."""
+def _decoder_steps(backend: Any, *, checked: bool) -> list[dict[str, Any]]:
+    """Return the decoder's steps from tokens to text. If `checked`, raises ConfigError for unsupported steps."""
     spec: dict[str, Any] = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
     )
     steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = {step["type"] for step in steps}
-    if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+    if checked and "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported; supported: ByteLevel or ByteFallback")
     return steps

@@ -25,6 +25,8 @@ _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vo
 _FOLDERS = ["*/*"]
 _TEMPLATES = "additional_chat_templates/*.jinja"
 """Chat templates for tools and documents, in their own folder."""
+_MODULES = ("*_Pooling/config.json", "*_Dense/config.json", "*_Dense/model.safetensors")
+"""The modules of sentence-transformers beside the model: each has a folder of its own."""
 POOLING_FILE = "1_Pooling/config.json"
 """How a model in sentence-transformers' format embeds a text."""
 EMBEDDER_FILES = ("modules.json", "config_sentence_transformers.json")
@@ -90,9 +92,7 @@ def downloaded(model: HubModel, progress: Progress, check: Callable[[Path], None
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
-        _snapshot(
-            model, [*wanted, POOLING_FILE, _TEMPLATES], commit=folder.name, bar_class=_bar_class(missing, progress)
-        )
+        _snapshot(model, [*wanted, *_MODULES, _TEMPLATES], commit=folder.name, bar_class=_bar_class(missing, progress))
         progress(1.0)
         return folder
 

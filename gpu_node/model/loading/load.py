@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
+from penstock.gpu_node.model.architecture.encoders import EncoderFoundError, is_encoder, row_kind_of
 from penstock.gpu_node.model.architecture.families import family_of, needs_transformers, text_config_of
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.transformers_class import architecture_of
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
@@ -91,14 +93,19 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 def find_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> FoundModel:
     """Find and check a model; `revision` selects a revision on the Hugging Face hub.
 
-    Raises ConfigError that names the missing file or the unsupported setting.
+    Raises EncoderFoundError for a model that generates no text, and ConfigError that names the missing file or the
+    unsupported setting.
     """
     with reading(Path(model), model):
         opened = _open(model, options, progress, revision)
     source, gguf = opened.source, opened.gguf
-    with reading(source.folder / "config.json" if gguf is None else gguf.path, model):
+    described_in = source.folder / "config.json" if gguf is None else gguf.path
+    with reading(described_in, model):
         stamps = stamps_of_source(source)
         config = read_object(source.folder / "config.json")
+    if gguf is None and is_encoder(config):
+        raise EncoderFoundError(model, architecture_of(config), source.folder, is_dummy=source.is_dummy)
+    with reading(described_in, model):
         if gguf is not None:
             config = with_gguf_settings(config, gguf)
             if any(part.stamp not in stamps for part in gguf.parts):
@@ -185,6 +192,9 @@ def _loaded(
 def _check_before_download(folder: Path, options: RunnerOptions) -> None:
     """Raise ConfigError if the runner cannot compute the model of a folder's config.json."""
     config = read_object(folder / "config.json")
+    if is_encoder(config):
+        row_kind_of(config)
+        return
     if _takes_module(config, options):
         _describe(OpenModel(ModelSource(folder)), config, options)
     else:

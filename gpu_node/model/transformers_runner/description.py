@@ -78,10 +78,10 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
     if not module_class._can_set_attn_implementation():
         raise _unsupported(architecture, NO_INTERFACE)
     register()
-    with _as_refusals(path, architecture):
-        made = module_class.config_class.from_dict(_with_floats(config))
+    with as_refusals(path, architecture):
+        made = module_class.config_class.from_dict(with_floats(config))
         length = _length(made, config, max_model_len, path)
-        module = _on_meta(module_class, made)
+        module = on_meta(module_class, made, attn_implementation=IMPLEMENTATION, experts_implementation="batched_mm")
         observed = _observed(module, length)
         head: Any = head_of(module).weight
     return ModuleDescription(
@@ -98,7 +98,7 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
     )
 
 
-def _with_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_floats(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the numbers that JSON does not have, which transformers writes as objects."""
 
     def read(value: Any) -> Any:
@@ -114,7 +114,7 @@ def _unsupported(architecture: str, reason: str) -> ConfigError:
 
 
 @contextmanager
-def _as_refusals(path: Path, architecture: str) -> Iterator[None]:
+def as_refusals(path: Path, architecture: str) -> Iterator[None]:
     """Translate what transformers raises of a config to ConfigError."""
     try:
         with warnings.catch_warnings():
@@ -169,7 +169,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 1
 
 
-def _on_meta(module_class: Any, config: Any) -> nn.Module:
+def on_meta(module_class: Any, config: Any, **implementations: str) -> nn.Module:
     """Build a module whose tensors take no memory."""
     count = 0
 
@@ -182,9 +182,7 @@ def _on_meta(module_class: Any, config: Any) -> nn.Module:
     counting = register_module_module_registration_hook(counted)
     try:
         with torch.device("meta"):
-            module: nn.Module = module_class._from_config(
-                config, attn_implementation=IMPLEMENTATION, experts_implementation="batched_mm", dtype=torch.float32
-            )
+            module: nn.Module = module_class._from_config(config, dtype=torch.float32, **implementations)
     finally:
         counting.remove()
         config._experts_implementation = None

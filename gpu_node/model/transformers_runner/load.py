@@ -13,9 +13,7 @@ from torch import nn
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError
 from penstock.gpu_node.model.checkpoint.description import cache_sizes
-from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors, weight_files
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
@@ -25,14 +23,10 @@ from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION
 from penstock.gpu_node.model.transformers_runner.description import LACKS, ModuleDescription
 from penstock.gpu_node.model.transformers_runner.observed import observe
 from penstock.gpu_node.model.transformers_runner.runner import TransformersRunner
+from penstock.gpu_node.model.transformers_runner.weights import stored_module
 from penstock.runtime.reading import reason_of
 
 log = logging.getLogger(__package__)
-
-_MAX_NAMES = 10
-"""Names of tensors in a message."""
-_MAX_MISSING = 1 << 28
-"""Numbers in tensors that may be missing when a checkpoint is loaded, to name them exactly."""
 
 
 class NoAdapters:
@@ -108,47 +102,12 @@ def _random(described: ModuleDescription, dtype: torch.dtype) -> nn.Module:
 
 
 def _stored(described: ModuleDescription, dtype: torch.dtype) -> nn.Module:
-    """Return a module with the weights of a checkpoint. Raises ConfigError if tensors are missing."""
-    folder = described.source.folder
-    stored = {
-        name: tensor.shape
-        for path in weight_files(described.source)
-        for name, tensor in read_safetensors(path, MappedFile(path).content)
-    }
-    missing = described.num_weights - sum(map(_count, stored.values()))
-    if missing > _MAX_MISSING:
-        raise ConfigError(f"{folder}: the config describes {missing:,} numbers more than the checkpoint has")
-    try:
-        module, found = described.module_class.from_pretrained(
-            folder,
-            config=described.config,
-            dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"{folder}: transformers cannot load the checkpoint: {reason_of(error)}") from error
-    if absent := sorted(found["missing_keys"]):
-        raise ConfigError(
-            f"{folder}: the checkpoint has no tensors {_listed(absent)}, which {described.architecture} needs"
-        )
-    if unlike := sorted(str(one[0]) for one in found.get("mismatched_keys") or ()):
-        raise ConfigError(f"{folder}: the shapes of tensors {_listed(unlike)} are not those that the config says")
-    if surplus := sorted(found["unexpected_keys"]):
-        log.warning("the checkpoint has tensors that the model does not use", extra={"tensors": _listed(surplus)})
-    loaded: nn.Module = module.eval()
-    return loaded
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return stored_module(
+        described.module_class,
+        described.config,
+        described.source,
+        architecture=described.architecture,
+        num_weights=described.num_weights,
+        dtype=dtype,
+        attn_implementation=IMPLEMENTATION,
+    )

@@ -43,7 +43,7 @@ from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from penstock.contract.sampling import SamplingOptions, Text, encodable
 from penstock.contract.sampling import SamplingParams as SamplingParams
 from penstock.contract.sampling import TokenId as TokenId
-from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task
+from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task, TextTask
 from penstock.contract.tenant import Terms
 from penstock.contract.tools import MAX_CALLS_OF_CHAT, TemplateKwargs, ToolChoice, Tools, few_calls
 from penstock.contract.webhook import MAX_WEBHOOKS, EndpointId
@@ -187,7 +187,9 @@ class JobDef(CheckedInput):
             raise ValueError(f"a job of kind {self.kind} has no sampling parameters")
         if self.adapter is not None and not self.num_sequences:
             raise ValueError(f"a job of kind {self.kind} has no adapter")
-        if isinstance(self.task, Embed):
+        if isinstance(self.task, TextTask):
+            if self.messages is not None and (self.task.texts or not isinstance(self.task, Embed)):
+                raise ValueError(f"the prompt of a job of kind {self.kind} with several texts must be a text")
             return self
         packed = self.packed_prompt
         has_ids = self.prompt_token_ids is not None or (packed is not None and packed.form == "tokens")

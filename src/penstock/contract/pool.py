@@ -352,11 +352,18 @@ class PoolRecord:
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
     capabilities: tuple[str, ...] = ()
-    """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`. Empty: not known."""
+    """What the model's files say it is good for: `chat`, `completion`, `tools`, `embed`, `score`, `classify`. Empty:
+    not known."""
     takes_effort: bool = False
     """Whether the chat template has the variable of a reasoning effort."""
     moved_messages: tuple[ChatShape, ...] = ()
     """The shapes of chats whose messages a node merges or moves, because the model's chat template refuses them."""
+    texts_per_job: int = 1
+    """Most texts of one job; above 1 for an encoder."""
+    dimensions: int = 0
+    """Numbers of an embedding; 0: not known."""
+    similarity: str = "cosine"
+    """How two embeddings are compared: `cosine`, `dot`, `euclidean` or `manhattan`."""
 
 
 def notice_of(record: PoolRecord | None, task: Task | None) -> str:

@@ -22,6 +22,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import MESSAGES, OPENAI, RESPONSES, WRONG_MEMBER, CheckedInput, Endpoint, Named, Option
+from penstock.contract.fields import Text as Text
+from penstock.contract.fields import TokenId as TokenId
+from penstock.contract.fields import encodable as encodable
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.tools import JsonNumberError, WantedCalls, json_of, json_text
 
@@ -139,23 +142,11 @@ NOT_WITH_BEAM_SEARCH = (
 _OF_SEARCH = frozenset(("best_of", "beam_width", "length_penalty", "early_stopping", "use_beam_search"))
 
 
-def encodable(text: str) -> str:
-    """Return the text if it can be encoded as UTF-8; otherwise raise ValueError."""
-    try:
-        # Fifteen times as fast as checking each character, which would block the event loop.
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("text must be valid Unicode, without lone surrogates") from None
-    return text
-
-
 def _limit_of(budget: object) -> object:
     # In vLLM and llama.cpp, -1 asks for no limit, whatever the server's default is.
     return MAX_TOKENS_LIMIT if budget == -1 else budget
 
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Text = Annotated[str, AfterValidator(encodable)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(encodable)]

@@ -6,15 +6,19 @@ request, and a pool's record lists the kinds that its nodes know.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.fields import CheckedInput
+from penstock.contract.fields import CheckedInput, Text, TokenId
 
 GENERATE = "generate"
+SCORE = "score"
+QUERY = "query"
+"""How errors of a `Score` name its prompt, which belongs to all of its texts."""
 MAX_TASK_TOKENS = 1 << 20
 """Tokens of a task's prompt."""
 MAX_TASK_BYTES = 8 << 20
@@ -26,6 +30,15 @@ MAX_DIMENSIONS = 1 << 16
 
 WHOLE_CONTEXT = -1
 """The value of `truncate_prompt_tokens` that stands for the length of the model's context."""
+
+MAX_TEXTS_OF_JOB = 64
+"""Most texts of one job for an encoder, which are about one of its steps."""
+MAX_TEXT_BYTES_OF_JOB = 48 << 10
+"""Bytes of text above which the texts of a caller go to several jobs: about four steps of an encoder."""
+
+TaskText: TypeAlias = Text | Annotated[tuple[TokenId, ...], Field(min_length=1)]
+"""A further text of a task, or its token ids."""
+PromptName: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
 """How the hidden states of a prompt become one vector: their mean, that of the last token, or that of the first."""
@@ -75,20 +88,20 @@ TruncatedTokens = Annotated[int, Field(ge=WHOLE_CONTEXT, le=MAX_TASK_TOKENS), Af
 """A number of tokens to keep, or WHOLE_CONTEXT."""
 
 
-class Embed(TaskOptions):
-    """Return the embedding of a prompt: the model's final hidden states, pooled to one vector of length 1.
+class TextTask(TaskOptions):
+    """Base of tasks whose prompt is a text, and which may have further texts. An encoder computes them together.
 
-    - `pooling`: how the hidden states become one vector. None: as the model's files say, or else `mean`.
-    - `dimensions`: keep only the first dimensions of the vector and normalize it again.
-    - `truncate_prompt_tokens`: keep only that many of the prompt's last tokens; WHOLE_CONTEXT: as many as the model's
-      context takes. Jobs in the queue have the number itself.
+    - `texts`: further texts of the job, or their token ids. Only pools with `texts_per_job` above 1 take them.
+    - `first`: the index of the job's first text among the texts of its caller, whose numbers errors name.
+    - `truncate_prompt_tokens`: keep only that many tokens of a text; WHOLE_CONTEXT: as many as the model takes. Of a
+      decoder these are the last ones, of an encoder the first ones with the marks around the text. Jobs in the queue
+      have the number itself.
     """
 
     num_sequences: ClassVar[int] = 1
 
-    kind: Literal["embed"] = "embed"
-    pooling: Pooling | None = None
-    dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS)
+    texts: tuple[TaskText, ...] = Field(default=(), max_length=MAX_TEXTS_OF_JOB)
+    first: int = Field(default=0, ge=0)
     truncate_prompt_tokens: TruncatedTokens | None = None
 
     def within(self, max_model_len: int) -> Self:
@@ -101,10 +114,49 @@ class Embed(TaskOptions):
         """Return the parameters of a sequence that ends with its prompt."""
         return {"temperature": 0.0, "max_tokens": 1, "truncate_prompt_tokens": self.truncate_prompt_tokens}
 
+    def index_of(self, text: int) -> int:
+        """Return the caller's number of a text of the job; the prompt is its first text."""
+        return self.first + text
 
-Task: TypeAlias = Annotated[Tokenize | Detokenize | Embed, Field(discriminator="kind")]
+
+class Embed(TextTask):
+    """Return the embeddings of the prompt and of the further texts: final hidden states, pooled to one vector each.
+
+    - `pooling`: how the hidden states become one vector. None: as the model's files say, or else `mean`.
+    - `dimensions`: keep only the first dimensions of the vector and normalize it again.
+    - `prompt_name`: put the model's prompt of this name before each text. None: the model's default prompt, or none.
+    - `normalize`: whether vectors have length 1. None: as the model's files say. Those of a decoder always do.
+    """
+
+    kind: Literal["embed"] = "embed"
+    pooling: Pooling | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS)
+    prompt_name: PromptName | None = None
+    normalize: bool | None = None
+
+
+class Score(TextTask):
+    """Return how well each of the further texts fits the prompt, by a model that reads both together."""
+
+    kind: Literal["score"] = "score"
+    texts: tuple[TaskText, ...] = Field(min_length=1, max_length=MAX_TEXTS_OF_JOB)
+
+
+class Classify(TextTask):
+    """Return the score of each of the model's labels for the prompt, and for each further text.
+
+    - `raw`: return the model's numbers (logits) as they are, instead of probabilities.
+    """
+
+    kind: Literal["classify"] = "classify"
+    raw: bool = False
+
+
+Task: TypeAlias = Annotated[Tokenize | Detokenize | Embed | Score | Classify, Field(discriminator="kind")]
 KINDS: tuple[str, ...] = (GENERATE, *(one.model_fields["kind"].default for one in get_args(get_args(Task)[0])))
-"""The kinds of jobs that nodes of this release know."""
+"""The kinds of jobs that this release knows."""
+DECODER_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ("score", "classify"))
+"""The kinds that a model which generates text can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +178,59 @@ class Detokenized:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """The output of `Embed`: a vector of length 1, and the number of tokens that it represents."""
+    """The output of `Embed`: a vector, and the number of tokens that it represents."""
 
     values: tuple[float, ...]
     num_tokens: int
 
 
-TaskOutput = Tokenized | Detokenized | Embedding
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """A part of a text that a model gave one label: the characters from `start` up to `end`."""
+
+    label: str
+    score: float
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextRows:
+    """The output of a task for several texts: one row of numbers for each text, in their order.
+
+    A row is an embedding, a score, or the scores of `labels`. Of a job with several texts this is also the output of
+    `Embed`.
+    """
+
+    kind: str
+    rows: tuple[tuple[float, ...], ...]
+    num_tokens: tuple[int, ...]
+    """The tokens of each text; of a pair, those of both texts."""
+    labels: tuple[str, ...] = ()
+    entities: tuple[tuple[Entity, ...], ...] = ()
+    """For each text what a model that labels tokens found; such a model gives no rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A document by its index among those that were given, and how well it fits the query."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """What a model that labels texts says of one text."""
+
+    label: str
+    """The label with the highest score; empty if the model labels tokens."""
+    scores: Mapping[str, float]
+    """The score of each label."""
+    num_tokens: int
+    entities: tuple[Entity, ...] = ()
+    """What a model that labels tokens found in the text."""
+
+
+TaskOutput = Tokenized | Detokenized | Embedding | TextRows

@@ -16,6 +16,7 @@ from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, JobDef
 from penstock.contract.output import UNKNOWN_WAIT, WaitEstimate
 from penstock.contract.pool import NodePressure, PoolRecord
+from penstock.contract.tasks import Score, TextTask
 
 OUTPUT_BYTES_PER_TOKEN = 110
 """The most bytes of log and result per token, without log-probabilities. A chunk of one token takes 96."""
@@ -36,6 +37,8 @@ TASK_RESULT_BYTES = 4
 """Assumed bytes of a task's result per byte of its request: token ids, and the tokens' strings."""
 EMBEDDING_BYTES = 16 << 10
 """Assumed size of an embedding in bytes: a hidden state with 4096 numbers."""
+ROW_BYTES = 4 << 10
+"""The same for each further text of a job, which only encoders take: 1024 numbers."""
 
 
 def num_prompt_ids(job: JobDef) -> int | None:
@@ -65,6 +68,29 @@ def call_bytes(job: JobDef) -> int:
 def tool_bytes(job: JobDef) -> int:
     """Return the bytes of a chat's tools and earlier calls. The chat template may render them longer or shorter."""
     return len(job.tools or "") + call_bytes(job)
+
+
+def _num_rows(task: TextTask) -> int:
+    """Return how many texts, or pairs, a task has."""
+    return len(task.texts) if isinstance(task, Score) else 1 + len(task.texts)
+
+
+def _texts_cost(task: TextTask, num_prompt_tokens: int) -> int:
+    """Return the tokens that all texts of a task probably have. Each pair of a `Score` has the prompt's too."""
+    sizes = [_tokens_of(text) for text in task.texts]
+    if task.truncate_prompt_tokens is not None and task.truncate_prompt_tokens > 0:
+        sizes = [min(size, task.truncate_prompt_tokens) for size in sizes]
+    return sum(sizes) + num_prompt_tokens * (len(sizes) if isinstance(task, Score) else 1)
+
+
+def _tokens_of(text: str | tuple[int, ...]) -> int:
+    """Return the tokens of a text: exact for token ids, estimated for text."""
+    return math.ceil(len(text.encode()) / REQUEST_BYTES_PER_TOKEN) if isinstance(text, str) else len(text)
+
+
+def _most_of(text: str | tuple[int, ...]) -> int:
+    """Return the most tokens that a text may have: a byte of it is at most one token."""
+    return len(text.encode()) + TEMPLATE_TOKENS if isinstance(text, str) else len(text)
 
 
 def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_tokens: int) -> int:
@@ -106,6 +132,9 @@ def estimate_cost(job: JobDef, record: PoolRecord, nodes: Sequence[NodePressure]
             f"{', with at least one to generate' if job.task is None else ''}; the prompt has {counted} tokens",
             param="prompt",
         )
+    if isinstance(job.task, TextTask):
+        cost = _texts_cost(job.task, prompt) + params.num_sequences
+        return max(1, min(cost, record.max_model_len * _num_rows(job.task)) if record.max_model_len else cost)
     cost = prompt + params.num_sequences * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
     return max(1, min(cost, record.max_model_len * params.num_sequences) if record.max_model_len else cost)
 
@@ -134,6 +163,11 @@ def rate_tokens(job: JobDef, max_model_len: int = 0) -> RateTokens:
     params, max_output = job.sampling, _max_output(job) or 0
     if params.truncate_prompt_tokens is not None:
         most = min(most, params.truncate_prompt_tokens)
+    if isinstance(job.task, TextTask):
+        size = _num_rows(job.task) if isinstance(job.task, Score) else 1
+        most = size * most + sum(_most_of(text) for text in job.task.texts)
+        limit = max_model_len * _num_rows(job.task)
+        return RateTokens(_texts_cost(job.task, prompt), 0, 0, max(1, min(most, limit or most)))
     if job.task is not None:
         return RateTokens(prompt, 0, 0, max(1, min(most, max_model_len or most)))
     num_choices = params.num_sequences
@@ -164,7 +198,8 @@ def estimate_output_bytes(job: JobDef, request_bytes: int) -> int:
     if job.num_sequences == 0:
         return request_bytes * TASK_RESULT_BYTES + RESULT_BYTES
     if job.task is not None:
-        return EMBEDDING_BYTES + RESULT_BYTES
+        further = len(job.task.texts) if isinstance(job.task, TextTask) else 0
+        return EMBEDDING_BYTES + further * ROW_BYTES + RESULT_BYTES
     params = job.params
     max_output = _max_output(job)
     output = PREDICTED_OUTPUT_TOKENS if max_output is None else max_output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgpack
 
 from penstock.contract.output import Choice, FinishReason, Outcome, Result, TokenLogprobs, Usage
-from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
+from penstock.contract.tasks import Detokenized, Embedding, Entity, TaskOutput, TextRows, Tokenized
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import (
     MAX_BYTES,
@@ -217,7 +218,12 @@ class PackedOutput:
         self._ends = _ints(fields, "ends")
         self._strs = _view(fields, "strs")
         self.vector: memoryview[int] = _view(fields, "vector")
-        """The bytes of an embedding: float32, little-endian."""
+        """The bytes of an embedding, or of the rows of several texts: float32, little-endian."""
+        self.row_tokens = _ints(fields, "row_tokens")
+        """The tokens of each text; empty for the output of a single prompt."""
+        self.labels: tuple[str, ...] = tuple(_of_type(fields, "labels", list, []))
+        """The names of the numbers of a row."""
+        self._entities = _view(fields, "entities")
 
     def text_parts(self) -> Iterator[str]:
         """Yield the text in parts."""
@@ -245,10 +251,46 @@ class PackedOutput:
         values.frombytes(self.vector)
         return _little_endian(values)
 
+    @property
+    def num_rows(self) -> int:
+        """The number of texts whose rows it has; 1 for the embedding of a prompt."""
+        return len(self.row_tokens) or 1
+
+    def rows(self) -> Iterator[array[float]]:
+        """Yield the numbers of each text: an embedding, a score, or the scores of labels. Raises WireError."""
+        values = self.floats()
+        width, rest = divmod(len(values), self.num_rows)
+        if rest:
+            raise WireError(f"{len(values)} numbers are no rows of {self.num_rows} texts")
+        for at in range(self.num_rows):
+            yield values[at * width : (at + 1) * width]
+
+    def entities(self) -> list[list[dict[str, Any]]]:
+        """Return for each text what a model that labels tokens found. Raises WireError."""
+        if not self._entities:
+            return []
+        try:
+            found = json.loads(bytes(self._entities))
+        except ValueError as error:
+            raise WireError(f"entities are not JSON: {error}") from error
+        if not isinstance(found, list) or len(found) != self.num_rows:
+            raise WireError(f"entities are not those of {self.num_rows} texts")
+        return found
+
+    def _text_rows(self) -> TextRows:
+        entities = tuple(
+            tuple(Entity(one["entity_group"], one["score"], one["start"], one["end"], one["word"]) for one in of_text)
+            for of_text in self.entities()
+        )
+        rows = () if entities else tuple(map(tuple, self.rows()))
+        return TextRows(self.kind, rows, tuple(self.row_tokens), self.labels, entities)
+
     def whole(self) -> TaskOutput:
         """Return the decoded output. Raises WireError for an unknown kind."""
         if self.kind == "detokenize":
             return Detokenized("".join(self.text_parts()))
+        if self.row_tokens and not (self.kind == "embed" and self.num_rows == 1):
+            return self._text_rows()
         if self.kind == "embed":
             return Embedding(tuple(self.floats()), self.num_tokens)
         if self.kind != "tokenize":
@@ -281,6 +323,23 @@ def encode_detokenized(text: str) -> bytes:
 def encode_embedding(vector: bytes, num_tokens: int) -> bytes:
     """Encode the output of `Embed`. `vector`: float32, little-endian."""
     return pack({"kind": "embed", "num": num_tokens, "vector": vector})
+
+
+def encode_text_rows(
+    kind: str, rows: bytes, num_tokens: Sequence[int], labels: Sequence[str] = (), entities: str = ""
+) -> bytes:
+    """Encode the output of a task for an encoder: float32 rows, little-endian, one for each text; or entities as JSON.
+
+    num_tokens: the tokens of each text.
+    """
+    fields: dict[str, Any] = {"kind": kind, "num": sum(num_tokens)}
+    fields["row_tokens"] = _little_endian(array(_INT, num_tokens)).tobytes()
+    fields["vector"] = rows
+    if labels:
+        fields["labels"] = list(labels)
+    if entities:
+        fields["entities"] = entities.encode()
+    return pack(fields)
 
 
 def _little_endian(values: array[Number]) -> array[Number]:

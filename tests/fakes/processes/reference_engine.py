@@ -198,7 +198,7 @@ class ReferenceEngine:
         revision: str = "reference",
         leaves_core_free: bool = False,
     ) -> None:
-        self.tokenizer = ReferenceTokenizer()
+        self.tokenizer, self.texts = ReferenceTokenizer(), None
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
         self.revision = revision

@@ -9,7 +9,7 @@ from fakes.other_version import OTHER, REFUSAL
 from uuid_utils import uuid7
 
 from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.producer.client.request import choose_pool
+from penstock.producer.client.pool_choice import choose_pool
 from penstock.queue.broker.producer import ServedPool
 
 

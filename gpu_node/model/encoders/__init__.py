@@ -1,0 +1,1 @@
+"""Encoders: transformers' own modules on the CPU, and the heads that make vectors and scores of hidden states."""
