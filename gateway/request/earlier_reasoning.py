@@ -15,7 +15,8 @@ import msgpack
 from penstock.contract.job import PackedPrompt
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import Prompt, names_of, pack_prompt_of
+from penstock.producer.client.pool_choice import names_of
+from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.openai.seals import THOUGHTS, Seal, is_genuine
 from penstock.producer.parsed_body import MAX_IGNORED_SHOWN
 
