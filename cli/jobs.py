@@ -46,7 +46,6 @@ ActionName = Literal["cancel", "retry", "reschedule", "change_class"]
 
 app = App()
 
-
 ListedClass = Annotated[PriorityName | None, typer.Option(help="Class of the jobs. Default: all classes.")]
 ListedKind = Annotated[
     bool | None, typer.Option("--background/--foreground", help="Only background or foreground jobs.")

@@ -103,7 +103,7 @@ def create(
     """Make a schedule of a job with this prompt, or of a batch, and print it with its next runs.
 
     Examples:
-        penstock schedules create "Write the report." --cron "0 3 * * *" --zone Europe/Berlin
+        penstock schedules create "Report." --cron "0 3 * * *" --zone Europe/Berlin
         penstock schedules create "Say hello." --every 3600 --overlap wait
         penstock schedules create --batch FILE_ID --cron "0 22 * * 5"
     """

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.pool import AWAY, NO_RIGHTS, REDIS_STATES, PoolStats, RedisState
-from penstock.contract.schedule import Count, ScheduleTotals
+from penstock.contract.schedule import ScheduleTotals
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.servers import QueueServer
 from penstock.queue.webhooks.deliveries import WebhookStats
@@ -228,17 +228,18 @@ def _of_directory(webhooks: WebhookStats, num_rows_left: int) -> Iterator[Metric
         yield CounterMetricFamily(name, text, value=count)
 
 
-_OF_RUNS: Mapping[str, tuple[Count, str]] = {
-    "penstock_schedule_runs_started": ("started", "Runs of schedules that started."),
-    "penstock_schedule_runs_missed": ("missed", "Runs of schedules whose time had passed when a gateway looked."),
-    "penstock_schedule_runs_skipped": ("skipped", "Runs of schedules left out, because the run before had not ended."),
-    "penstock_schedule_runs_failed": ("failed", "Runs of schedules that could not start."),
+_OF_RUNS = {
+    "penstock_schedule_runs_started": "Runs of schedules that started.",
+    "penstock_schedule_runs_missed": "Runs of schedules whose time had passed when a gateway looked.",
+    "penstock_schedule_runs_skipped": "Runs of schedules left out, because the run before had not ended.",
+    "penstock_schedule_runs_failed": "Runs of schedules that could not start.",
 }
 
 
 def _of_schedules(totals: ScheduleTotals, now_s: float) -> Iterator[Metric]:
-    for name, (count, text) in _OF_RUNS.items():
-        yield CounterMetricFamily(name, text, value=totals.counts[count])
+    counts: Mapping[str, int] = {**totals.counts}
+    for name, text in _OF_RUNS.items():
+        yield CounterMetricFamily(name, text, value=counts[name.rpartition("_")[2]])
     late_s = 0.0 if totals.first_look_ms is None else max(0.0, now_s - totals.first_look_ms / 1000)
     text = "Seconds for which the schedule that is due first has waited for a gateway. Redis knows it."
     yield GaugeMetricFamily("penstock_schedules_late_seconds", text, value=late_s)

@@ -227,8 +227,8 @@ def test_a_documented_line_is_refused_with_our_name(line: str, said: str) -> Non
 
 
 def test_a_format_of_calls_that_we_lack_is_refused_with_ours() -> None:
-    with pytest.raises(ConfigError, match="'pythonic' is not one of none, hermes, "):
-        parsed("m --tool-call-parser pythonic")
+    with pytest.raises(ConfigError, match="'xlam' is not one of none, hermes, "):
+        parsed("m --tool-call-parser xlam")
 
 
 def test_what_has_no_effect_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,4 +199,4 @@ def test_a_file_and_a_prompt_are_refused(pool: str, tmp_path: Path) -> None:
 def test_a_wrong_ttl_is_named(pool: str) -> None:
     done = submit(pool, "hello", "--ttl", "0")
     assert done.returncode == 2
-    assert done.stderr.startswith("penstock: --ttl must be above 0 and at most 604800 seconds")
+    assert done.stderr.startswith("penstock: --ttl must be above 0 and at most 31622400 seconds")

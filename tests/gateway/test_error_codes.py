@@ -76,6 +76,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "path": "/v1/responses",
         "json": {"model": MODEL, "input": [{"type": "item_reference", "id": f"msg_{JOB}_0"}]},
     },
+    "schedule_not_found": {"method": "GET", "path": "/v1/schedules/sched_0"},
     "no_file_storage": {"method": "GET", "path": "/v1/files"},
     "invalid_webhook_url": {"path": "/v1/webhook_endpoints", "json": {"url": "ftp://x", **ENDPOINT}},
     "forbidden_webhook_url": {"path": "/v1/webhook_endpoints", "json": {"url": "https://127.0.0.1/", **ENDPOINT}},
@@ -94,23 +95,24 @@ OF_CLASSES: dict[Callable[..., PenstockError], tuple[str, ...]] = {
     RequestError: (
         *("too_many_jobs", "body_timeout", "body_incomplete", "malformed_form", "upload_dropped", "foreign_compaction"),
         *("previous_response_not_completed", "conversation_too_large", "not_a_background_response", "bad_id"),
-        "webhook_test_failed",
+        *("webhook_test_failed", "not_a_flow"),
     ),
     ForbiddenError: ("insufficient_scope", "class_not_allowed"),
     NotFoundError: (
         *("pool_not_found", "key_not_found", "file_not_found", "batch_not_found", "delivery_not_found", "no_results"),
-        *("no_object", "result_expired", "request_expired"),
+        *("no_object", "result_expired", "request_expired", "rows_gone"),
     ),
     ConflictError: (
         *("job_running", "job_ended", "job_open", "channel_conflict", "idempotency_conflict", "file_in_use"),
         *("too_many_webhook_endpoints", "batch_ended", "batch_open"),
+        *("too_many_schedules", "too_many_runs", "schedule_busy"),
     ),
     TooLargeError: ("too_large", "body_too_large", "body_too_complex", "file_too_large"),
     JobFailedError: ("node_lost", "revision_gone"),
     JobExpiredError: ("deadline_exceeded", "not_started_in_time"),
     UnavailableError: (
         *("no_node", "redis_away", "other_file_storage", "files_unavailable", "answer_memory_full", "no_parser"),
-        *("body_memory_full", "no_seal_key", "gateway_stopped"),
+        *("body_memory_full", "no_seal_key", "gateway_stopped", "pool_paused"),
     ),
 }
 BUSY_CODES = (

@@ -112,7 +112,7 @@ def shows_slower(text: str, _: Planted) -> bool:
 
 
 def shows_greedy(text: str, _: Planted) -> bool:
-    return bool(re.search(r"\bgreedy +7 +0\b.*", text)) and text.index("greedy") < text.index("modest")
+    return bool(re.search(r"\bgreedy +7 +0\b.*", text)) and text.rindex("greedy") < text.rindex("modest")
 
 
 ANSWERS: dict[str, Callable[[str, Planted], Any]] = {

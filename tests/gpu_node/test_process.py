@@ -66,7 +66,7 @@ def test_a_wrong_password_and_a_used_port_are_named_before_the_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = _refusal(redis_url, tiny_model, PENSTOCK_NODE_METRICS_PORT=str(port))
-    assert f"metrics_port {port} on 127.0.0.1: Address already in use\n" in told
+    assert f"metrics_port {port} on 127.0.0.1: Address already in use" in told
     assert "there is no file /nowhere/model.gguf" in _refusal(redis_url, Path("/nowhere/model.gguf"))
 
 

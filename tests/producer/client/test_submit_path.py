@@ -25,9 +25,9 @@ from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.submitting import SharedCalls
 
-MAX_FILES = 9
+MAX_FILES = 10
 """Files with a function that gets the request, or a part of it, in any form."""
-MAX_CALLED_FILES = 18
+MAX_CALLED_FILES = 22
 """Files with any function that runs on the way; one of them looks for the trace of the caller."""
 MAX_SHAPES = 10
 """Classes, dicts, tuples, closures and bytes that hold the request on the way."""

@@ -80,7 +80,7 @@ async def test_nothing_of_a_deleted_tenant_is_left_and_all_of_the_others(queue: 
     # The results of these tests are not what their logs say.
     found = await audit(AdminBroker(queue.redis), POOL)
     assert {finding.name for finding in found} <= {"result_differs"}
-    assert await broker.data("zeta") == deletion.TenantData("zeta", 0, 0, HeldFiles(0, 0, 0), {})
+    assert await broker.data("zeta") == deletion.TenantData("zeta", 0, 0, 0, HeldFiles(0, 0, 0), {})
 
 
 async def test_many_ended_jobs_are_deleted_in_parts(queue: Queue) -> None:

@@ -257,7 +257,7 @@ def test_a_choice_names_a_tool_as_the_caller_knows_it(
     ("tools", "said"),
     [
         ([RIVERS, LENGTH | {"name": "mcp__rivers__length_of"}], "two tools are named 'mcp__rivers__length_of'"),
-        ([{**RIVERS, "tools": [LENGTH | {"name": f"f{n}"} for n in range(128)]}, LENGTH], "at most 128 functions"),
+        ([{**RIVERS, "tools": [LENGTH | {"name": f"f{n}"} for n in range(512)]}, LENGTH], "at most 512 functions"),
         ([{**RIVERS, "name": "n" * 250}], "at most 256 characters together"),
         ([{**RIVERS, "tools": [RIVERS]}], "of type function and custom only, not 'namespace'"),
         ([{**PATCH_TOOL, "format": {"type": "grammar", "syntax": "lark"}}], "requires syntax and definition"),

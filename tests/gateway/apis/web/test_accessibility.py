@@ -63,7 +63,7 @@ def test_a_view_has_no_barriers(
         expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
     elif view == "#jobs":
         page.locator("#job-table tbody", has_text=job).locator(".job").click()
-        expect(page.get_by_text("First token")).to_be_visible()
+        expect(page.get_by_text("First token", exact=True)).to_be_visible()
     assert scroll_width(page) == SIZES[size]["width"]
     if view == "docs":
         page.evaluate(FEW_ROUTES)  # the others are like these

@@ -295,6 +295,7 @@ OTHERS: dict[str, Any] = {
     "bad_words": ["x"],
     "logprobs": 1,
     "structured_outputs": {"regex": "a"},
+    "reasoning_budget": 5,
 }
 
 
