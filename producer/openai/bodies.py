@@ -42,7 +42,7 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import MAX_ALTERNATIVES, SamplingParams
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, NO_TOOLS, TemplateKwargs, ToolUse, closed
-from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, few_calls, offers_of
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, named_calls, offers_of
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -237,7 +237,7 @@ class ChatBody(GenerationBody):
     prompt_field: ClassVar[str] = "messages"
 
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(few_calls)
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(named_calls)
     ]
     max_tokens: Whole | None = None
     max_completion_tokens: Annotated[Whole, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None

@@ -48,7 +48,9 @@ def _text_of(content: object, info: ValidationInfo) -> object:
 
 
 def _text_of_part(part: object, *, of_tool: bool) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise PydanticCustomError("part_type", "each part must be an object with a type")
     if kind in _REASONING_PARTS:
@@ -64,12 +66,53 @@ def _text_of_part(part: object, *, of_tool: bool) -> str:
     return text
 
 
-def few_calls(value: object) -> object:
-    """Refuse a conversation with too many tool calls before pydantic validates each of them."""
+def named_calls(value: object) -> object:
+    """Refuse a conversation with too many tool calls, before pydantic validates each; give each call an id.
+
+    Some clients send calls and results without ids, or with null or "". Such a call gets an id of its place, and a
+    result without one answers the first earlier call that has no result.
+    """
     if count_calls(value) > MAX_CALLS_OF_CHAT:
         message = "must have at most {limit} tool calls in all messages together"
         raise PydanticCustomError("too_many", message, {"limit": MAX_CALLS_OF_CHAT})
-    return value
+    if not isinstance(value, list) or not any(_lacks_an_id(message) for message in value):
+        return value
+    unanswered = list[object]()
+    return [_named(message, number, unanswered) for number, message in enumerate(value)]
+
+
+def _calls_of(message: object) -> list[Any]:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    return calls if isinstance(calls, list) else []
+
+
+def _is_nothing(call_id: object) -> bool:
+    return call_id is None or call_id == ""
+
+
+def _lacks_an_id(message: object) -> bool:
+    if isinstance(message, dict) and message.get("role") == "tool":
+        return _is_nothing(message.get("tool_call_id"))
+    return any(isinstance(call, dict) and _is_nothing(call.get("id")) for call in _calls_of(message))
+
+
+def _named(message: object, number: int, unanswered: list[object]) -> object:
+    """Return a message whose calls have ids. `unanswered` has the ids of calls without a result; it is changed."""
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "tool":
+        call_id = message.get("tool_call_id")
+        if _is_nothing(call_id) and unanswered:
+            return {**message, "tool_call_id": unanswered.pop(0)}
+        if call_id in unanswered:
+            unanswered.remove(call_id)
+        return message
+    calls = [
+        {**call, "id": f"call_{number}_{i}"} if isinstance(call, dict) and _is_nothing(call.get("id")) else call
+        for i, call in enumerate(_calls_of(message))
+    ]
+    unanswered += [call.get("id") for call in calls if isinstance(call, dict)]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _given_arguments(value: object) -> object:

@@ -122,6 +122,26 @@ def test_arguments_that_are_no_whole_object_are_accepted(door: httpx.Client, mod
     answer(door, "/v1/responses", {"model": model, "input": [USER, item, output], "max_output_tokens": 1})
 
 
+@pytest.mark.parametrize("missing", [{}, {"id": None}, {"id": ""}])
+def test_calls_without_ids_are_answered_in_their_order(door: httpx.Client, model: str, missing: dict[str, Any]) -> None:
+    calls = [{**missing, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("a", "b")]
+    results = [{"role": "tool", "content": text, **({"tool_call_id": None} if missing else {})} for text in ("x", "y")]
+    messages = [USER, {"role": "assistant", "tool_calls": calls}, *results]
+    answer(door, "/v1/chat/completions", {"model": model, "messages": messages, "max_tokens": 1})
+    answer(door, "/v1/jobs", {"model": model, "messages": messages, "max_tokens": 1})
+    answer(door, "/tokenize", {"model": model, "messages": messages})
+    one_more = {"model": model, "messages": [*messages, results[0]], "max_tokens": 1}
+    refused = door.post("/v1/chat/completions", json=one_more)
+    assert refused.status_code == 400 and "messages[4]" in refused.json()["error"]["message"]
+
+
+def test_parts_without_a_type_and_texts_as_parts_are_texts(door: httpx.Client, model: str) -> None:
+    parts = [{"text": "a"}, "b", text("c")]
+    ask = {"model": model, "messages": [{"role": "user", "content": parts}]}
+    said = {"model": model, "messages": [{"role": "user", "content": "abc"}]}
+    assert answer(door, "/tokenize", ask)["tokens"] == answer(door, "/tokenize", said)["tokens"]
+
+
 TURNS: list[Any] = [
     "",
     None,

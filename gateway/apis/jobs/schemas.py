@@ -21,7 +21,7 @@ from penstock.contract.sampling import SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS, ToolUse
 from penstock.gateway.request.generation import HeldBody, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
-from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, few_calls, offers_of
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, named_calls, offers_of
 
 _FORMS = ("prompt", "tokens", "messages")
 _MAX_ITEMS = {name: limit for name, field in SamplingParams.model_fields.items() if (limit := max_items(field))}
@@ -50,7 +50,7 @@ class JobRequest(_QueuedBody):
     prompt: str | None = None
     tokens: Annotated[list[TokenId] | None, FailFast(), Field(min_length=1)] = None
     messages: Annotated[
-        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(few_calls)
+        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(named_calls)
     ] = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: GivenToolChoice = None

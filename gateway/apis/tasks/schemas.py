@@ -19,7 +19,7 @@ from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, Que
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.embeddings import MAX_INPUTS, EmbeddingFields, EmbedFields, Inputs, TaskFields, TextFields
-from penstock.producer.openai.messages import ChatMessage, OfferedTool, few_calls
+from penstock.producer.openai.messages import ChatMessage, OfferedTool, named_calls
 
 
 class TaskBody(TaskFields):
@@ -62,7 +62,7 @@ class TokenizeRequest(TaskBody):
         list[ChatMessage] | None,
         FailFast(),
         Field(min_length=1, max_length=MAX_MESSAGES, validate_default=True),
-        BeforeValidator(few_calls),
+        BeforeValidator(named_calls),
     ] = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     add_special_tokens: bool | None = None
