@@ -7,7 +7,7 @@ number counts as 0: `penstock audit` finds it.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
@@ -100,10 +100,12 @@ def is_wrong_type(error: object) -> bool:
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
-async def unless_wrong_type(call: Awaitable[T], default: T) -> T:
-    """Return the answer of a call, `default` for a key of another type. Raises redis-py's other errors."""
+async def unless_wrong_type(default: T, command: Callable[..., Any], *args: Any, **options: Any) -> T:
+    """Return the answer to a command of redis-py, `default` for a key of another type. Raises its other errors."""
+    # The call is made here: of one that a cancelled task was given and never awaited, Python would warn.
     try:
-        return await call
+        found: T = await command(*args, **options)
+        return found
     except ResponseError as error:
         if not is_wrong_type(error):
             raise

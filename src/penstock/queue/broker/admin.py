@@ -208,7 +208,7 @@ class AdminBroker:
     async def damaged_config(self, pool: str) -> list[tuple[str, str]]:
         """Return names and values of the pool's settings that should be numbers and are none."""
         with translated():
-            found = await unless_wrong_type(cast(Any, self._redis.hgetall(keys.config(pool))), dict[bytes, bytes]())
+            found = await unless_wrong_type(dict[bytes, bytes](), self._redis.hgetall, keys.config(pool))
         return [
             (_shown(name), _shown(value))
             for name, value in sorted(found.items())
@@ -259,7 +259,7 @@ class AdminBroker:
         members of P:expiry. A key of another type counts as empty.
         """
         with translated():
-            known = await unless_wrong_type(cast(Any, self._redis.zrange(keys.nodes(pool), 0, -1)), [])
+            known = await unless_wrong_type(list[bytes](), self._redis.zrange, keys.nodes(pool), 0, -1)
             nodes = [node for node in known if is_text(node)]
             async with self._redis.pipeline(transaction=True) as pipe:
                 for name in _SUMS:
@@ -269,7 +269,7 @@ class AdminBroker:
                 for level in range(NUM_LEVELS):
                     pipe.zrange(keys.waiting(pool, level), 0, -1)
                 for node in nodes:
-                    pipe.smembers(f"{keys.prefix(pool)}:running:{cast(bytes, node).decode()}")
+                    pipe.smembers(f"{keys.prefix(pool)}:running:{node.decode()}")
                 answers = await pipe.execute(raise_on_error=False)
         found = [[] if is_wrong_type(one) else one for one in answers]
         if failed := next((one for one in found if isinstance(one, Exception)), None):
@@ -291,7 +291,7 @@ class AdminBroker:
         """Return the named fields of these jobs' records, '' for an absent field."""
         with translated():
             no_record = [b""] * len(names)
-            reads = (unless_wrong_type(cast(Any, self._redis.hmget(keys.job(i), names)), no_record) for i in job_ids)
+            reads = (unless_wrong_type(no_record, self._redis.hmget, keys.job(i), names) for i in job_ids)
             found = await asyncio.gather(*reads)
         return [[(value or b"").decode(errors="replace") for value in values] for values in found]
 
@@ -304,8 +304,8 @@ class AdminBroker:
         redis = cast(Any, self._redis)
         ((state, code, message, param),), log, result = await asyncio.gather(
             self._records([job_id], "state", "code", "message", "param"),
-            unless_wrong_type(redis.lrange(keys.log(job_id), 0, -1), []),
-            unless_wrong_type(redis.get(keys.result(job_id)), None),
+            unless_wrong_type(list[bytes](), redis.lrange, keys.log(job_id), 0, -1),
+            unless_wrong_type(cast(bytes | None, None), redis.get, keys.result(job_id)),
         )
         outcome = Outcome(cast(Any, state), code, message, param) if state in TERMINAL_STATES else None
         return JobHistory(job_id, outcome, tuple(log), result)
@@ -313,7 +313,7 @@ class AdminBroker:
     async def pressure(self, pool: str) -> list[NodePressure]:
         """Return the last pressure records of the pool's nodes."""
         with translated():
-            records = await unless_wrong_type(cast(Any, self._redis.hvals(keys.pressure(pool))), [])
+            records = await unless_wrong_type(list[bytes](), self._redis.hvals, keys.pressure(pool))
         readable = []
         for record in records:
             # Its node writes an unreadable record again with its next heartbeat.

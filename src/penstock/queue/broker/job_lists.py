@@ -122,7 +122,7 @@ class JobLists:
     async def tenants_of(self, pool: str) -> list[str]:
         """Return the tenants that have jobs in a pool, in order. Each stored job counts, so none is missing."""
         with translated():
-            found = await unless_wrong_type(self._redis.hkeys(keys.stored(pool)), [])
+            found = await unless_wrong_type(list[bytes](), self._redis.hkeys, keys.stored(pool))
         return sorted(tenant.decode() for tenant in found if is_text(tenant))
 
     async def _place_of(self, wanted: JobFilter, after: str | None) -> str:

@@ -194,7 +194,7 @@ async def config_of_pool(redis: Redis, pool: str) -> dict[str, str]:
             return {}
         now_ms = pool_ms(await redis.time(), found.get(b"ahead_ms"))
         oldest_ms = now_ms - whole(config.get("lease_ms"), LEASE_MS)
-        return config if await unless_wrong_type(redis.zcount(keys.nodes(pool), oldest_ms, "+inf"), 0) else {}
+        return config if await unless_wrong_type(0, redis.zcount, keys.nodes(pool), oldest_ms, "+inf") else {}
 
 
 class LeaseLostError(Exception):

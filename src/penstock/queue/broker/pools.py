@@ -247,14 +247,14 @@ class StatsBroker:
             (waiting, cost),
         ) = await asyncio.gather(
             redis.time(),
-            unless_wrong_type(redis.hmget(keys.config(pool), CLOCK_FIELDS), (None, None)),
-            unless_wrong_type(redis.scard(keys.open_jobs(pool)), 0),
-            unless_wrong_type(redis.hgetall(keys.counts(pool)), {}),
-            unless_wrong_type(redis.zrange(keys.nodes(pool), 0, -1, withscores=True), []),
-            unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
-            unless_wrong_type(redis.hgetall(keys.stored(pool)), {}),
-            unless_wrong_type(redis.hgetall(keys.reserved(pool)), {}),
-            unless_wrong_type(redis.hgetall(keys.paused(pool)), {}),
+            unless_wrong_type((None, None), redis.hmget, keys.config(pool), CLOCK_FIELDS),
+            unless_wrong_type(0, redis.scard, keys.open_jobs(pool)),
+            unless_wrong_type({}, redis.hgetall, keys.counts(pool)),
+            unless_wrong_type([], redis.zrange, keys.nodes(pool), 0, -1, withscores=True),
+            unless_wrong_type({}, redis.hgetall, keys.pressure(pool)),
+            unless_wrong_type({}, redis.hgetall, keys.stored(pool)),
+            unless_wrong_type({}, redis.hgetall, keys.reserved(pool)),
+            unless_wrong_type({}, redis.hgetall, keys.paused(pool)),
             self._queue.read(pool),
         )
         paused = tuple(pauses_of(pool, pauses))

@@ -331,11 +331,11 @@ class ProducerBroker:
             time, clock, heartbeats, records, backlog, pauses, *num_queued = await asyncio.gather(
                 redis.time(),
                 redis.hmget(keys.config(pool), CLOCK_FIELDS),
-                unless_wrong_type(redis.zrange(keys.nodes(pool), 0, -1, withscores=True), []),
-                unless_wrong_type(redis.hgetall(keys.pressure(pool)), {}),
-                unless_wrong_type(redis.hmget(keys.backlog(pool), [*map(str, range(NUM_LEVELS))]), no_costs),
-                unless_wrong_type(redis.hgetall(keys.paused(pool)), {}),
-                *(unless_wrong_type(redis.zcard(keys.waiting(pool, level)), 0) for level in range(NUM_LEVELS)),
+                unless_wrong_type([], redis.zrange, keys.nodes(pool), 0, -1, withscores=True),
+                unless_wrong_type({}, redis.hgetall, keys.pressure(pool)),
+                unless_wrong_type(no_costs, redis.hmget, keys.backlog(pool), [*map(str, range(NUM_LEVELS))]),
+                unless_wrong_type({}, redis.hgetall, keys.paused(pool)),
+                *(unless_wrong_type(0, redis.zcard, keys.waiting(pool, level)) for level in range(NUM_LEVELS)),
             )
         alive_since_ms = self._alive_since_ms(pool, time, *clock)
         alive = [
@@ -389,9 +389,9 @@ class ProducerBroker:
             return ServedPool(**_members(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
         (max_open_jobs, *clock), heartbeats, adapters = await asyncio.gather(
-            unless_wrong_type(redis.hmget(keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]), [None] * 3),
-            unless_wrong_type(redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True), []),
-            unless_wrong_type(redis.hgetall(keys.adapters(pool)), {}),
+            unless_wrong_type([None] * 3, redis.hmget, keys.config(pool), ["max_open_jobs", *CLOCK_FIELDS]),
+            unless_wrong_type(list[tuple[bytes, float]](), redis.zrevrange, keys.nodes(pool), 0, 0, withscores=True),
+            unless_wrong_type(dict[bytes, bytes](), redis.hgetall, keys.adapters(pool)),
         )
         digests: dict[str, str] = {}
         for data in adapters.values():
@@ -402,10 +402,11 @@ class ProducerBroker:
         is_alive = bool(heartbeats) and heartbeats[0][1] >= self._alive_since_ms(pool, time, *clock)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
+        no_events = list[tuple[bytes, float]]()
         events = (
-            []
+            no_events
             if is_alive
-            else await unless_wrong_type(redis.zrevrange(keys.events(pool, "node_"), 0, 0, withscores=True), [])
+            else await unless_wrong_type(no_events, redis.zrevrange, keys.events(pool, "node_"), 0, 0, withscores=True)
         )
         now_ms, known = pool_ms(time, clock[1]), [at_ms for _, at_ms in (*heartbeats, *events)]
         last_ms = max(record.created_s * 1000, *(int(min(at_ms, now_ms)) for at_ms in known if at_ms >= 0), 0)

@@ -79,7 +79,7 @@ class QueueReader:
         for at in range(0, MAX_LANES, _PAGE):
             last = min(at + _PAGE, MAX_LANES) - 1
             page = await unless_wrong_type(
-                self._redis.zrange(keys.delayed_lanes(pool), at, last, withscores=True), list[tuple[bytes, float]]()
+                list[tuple[bytes, float]](), self._redis.zrange, keys.delayed_lanes(pool), at, last, withscores=True
             )
             lanes += page
             if len(page) < _PAGE:

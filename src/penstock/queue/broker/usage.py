@@ -79,7 +79,7 @@ class UsageBroker:
             pools = await pool_names(self._redis)
             names = [key(name) for name in pools for key in (keys.stored, keys.reserved)]
             no_sums = dict[bytes, bytes]()
-            reads = (unless_wrong_type(self._redis.hgetall(name), no_sums) for name in names)
+            reads = (unless_wrong_type(no_sums, self._redis.hgetall, name) for name in names)
             for kept in await asyncio.gather(*reads):
                 for tenant, num_bytes in sums_of(kept).items():
                     sums[tenant] += num_bytes
@@ -91,15 +91,15 @@ class UsageBroker:
         if query.tenant is not None and query.account is not None:
             fields = [f"{query.tenant}:{query.account}:{counter}" for counter in _COUNTERS]
             with translated():
-                values = await unless_wrong_type(self._redis.hmget(name, fields), [None] * len(fields))
+                values = await unless_wrong_type([None] * len(fields), self._redis.hmget, name, fields)
             counts = {counter: whole(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
             return {(query.tenant, query.account): counts} if counts else {}
         found: dict[Owner, dict[str, int]] = defaultdict(dict)
         cursor = 0
         while True:
             with translated():
-                read = self._redis.hscan(name, cursor, count=_FIELDS_AT_ONCE)
-                cursor, page = await unless_wrong_type(read, (0, dict[bytes, bytes]()))
+                no_page = 0, dict[bytes, bytes]()
+                cursor, page = await unless_wrong_type(no_page, self._redis.hscan, name, cursor, count=_FIELDS_AT_ONCE)
             for field, value in page.items():
                 if (named := _FIELD.fullmatch(field)) is None:
                     continue  # It is not ours.

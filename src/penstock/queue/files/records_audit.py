@@ -140,7 +140,7 @@ async def contents_of(redis: Redis) -> Contents:
     open_batches = wanted.listed["open_batches"]
     for batch_id in open_batches:
         with translated():
-            listed = await unless_wrong_type(client.lrange(keys.batch_parts(batch_id), 0, -1), list[bytes]())
+            listed = await unless_wrong_type(list[bytes](), client.lrange, keys.batch_parts(batch_id), 0, -1)
         for one in listed:
             name, _, rest = one.decode(errors="replace").partition(" ")
             parts[name] = whole(rest.rpartition(" ")[2])
