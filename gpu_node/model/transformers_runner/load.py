@@ -19,7 +19,6 @@ from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype, set_threads
 from penstock.gpu_node.model.transformers_runner.agreement import continues_by_tokens
-from penstock.gpu_node.model.transformers_runner.attention import UnsupportedModuleError
 from penstock.gpu_node.model.transformers_runner.description import LACKS, ModuleDescription
 from penstock.gpu_node.model.transformers_runner.observed import observe
 from penstock.gpu_node.model.transformers_runner.packed import PackedModule
@@ -78,8 +77,9 @@ def load_module(
         except MemoryError:
             raise
         except Exception as error:
-            # A module may also fail where it does not expect packed tokens.
-            reason = error.message if isinstance(error, UnsupportedModuleError) else reason_of(error)
+            # A module may also fail where it does not expect packed tokens, or another cache than its own.
+            raised = f"its module fails in a trial: {reason_of(error).partition(' of type <class')[0]}"
+            reason = error.message if isinstance(error, ConfigError) else raised
             refused = f"runner transformers does not support {described.architecture}"
             raise ConfigError(f"{refused}: {reason}") from error
     sizes = cache_sizes(described.max_model_len, options, observed.channels * dtype.itemsize)

@@ -168,7 +168,8 @@ class _StoredLayers(dict[int, _StoredLayer]):
 def _layer_of_text(stored: _StoredLayer) -> ObservedLayer:
     (keys, values), *more = stored.shapes
     if more or len(keys) != 4 or keys[:3] != values[:3] or keys[0] != 1 or keys[2] != NUM_TOKENS:
-        raise UnsupportedModuleError(f"keys {list(keys)} and values {list(values)}, {len(more) + 1} times in a layer")
+        what = f"keys {list(keys)} and values {list(values)}, {len(more) + 1} times"
+        raise UnsupportedModuleError(f"a layer stores {what}, for {NUM_TOKENS} tokens")
     return ObservedLayer(
         num_heads=keys[1],
         num_kv_heads=keys[1],

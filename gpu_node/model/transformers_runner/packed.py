@@ -79,21 +79,26 @@ class PackedModule:
         readers = np.flatnonzero(states.reads != NO_STATE).tolist()
         # All states are read before any is written, because a slot may be read by one sequence and written by another.
         earlier = self.slots.read(states.reads[readers].tolist())
-        saves = dict(states.saves.tolist())
+        saves: dict[int, list[int]] = {}
+        for token, slot in states.saves.tolist():
+            saves.setdefault(token, []).append(slot)
         decoding = [row for row, seq in enumerate(readers) if counts[seq] == 1 and not self._observed.by_texts]
         for seq in sorted(set(range(len(counts))) - {readers[row] for row in decoding}):
-            value = rows_of(earlier, [readers.index(seq)]) if seq in readers else None
-            for part in self._parts(plan, seq, saves, begins=value is None):
-                value = self._find(part, found, value)
-                if (slot := saves.get(int(part.tokens[-1]))) is not None:
-                    self.slots.write([slot], value)
-            self.slots.write([int(states.writes[seq])], value)
+            before = rows_of(earlier, [readers.index(seq)]) if seq in readers else None
+            for part in self._parts(plan, seq, saves, begins=before is None):
+                later = self._find(part, found, before)
+                last = int(part.tokens[-1])
+                ends = [int(states.writes[seq])] if last + 1 == plan.query_starts[seq + 1] else []
+                for slot in (*saves.get(last, ()), *ends):
+                    self.slots.write([slot], later)
+                before = later
         if decoding:
             seqs = [readers[row] for row in decoding]
-            value = self._find(_one_each(plan, seqs), found, rows_of(earlier, decoding))
-            self.slots.write(states.writes[seqs].tolist(), value)
-            saved = [(row, saves[token]) for row, token in enumerate(starts[seqs].tolist()) if token in saves]
-            self.slots.write([slot for _, slot in saved], rows_of(value, [row for row, _ in saved]))
+            later = self._find(_one_each(plan, seqs), found, rows_of(earlier, decoding))
+            self.slots.write(states.writes[seqs].tolist(), later)
+            for row, token in enumerate(starts[seqs].tolist()):
+                for slot in saves.get(token, ()):
+                    self.slots.write([slot], rows_of(later, [row]))
 
     def _parts(self, plan: StepPlan, seq: int, saved: Collection[int], *, begins: bool) -> Iterator[_Part]:
         """Yield a sequence's tokens in parts, which end at each saved token and at the last one."""
