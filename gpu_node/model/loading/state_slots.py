@@ -22,15 +22,16 @@ def with_state_slots(found: FoundModel, options: Options) -> Options:
 
     Raises ConfigError if the memory does not hold the states of one sequence.
     """
-    if not isinstance(described := found.description, Description):
-        return options
-    spec = described.spec
-    if not (slot_bytes := state_bytes(spec)):
+    described = found.description
+    slot_bytes = state_bytes(described.spec) if isinstance(described, Description) else described.slot_bytes
+    if not slot_bytes:
         return options
 
     def block_bytes() -> int:
+        if not isinstance(described, Description):
+            return described.token_bytes * options.block_size
         sizes = sizes_of(described, options, runner_for(described, options, on_gpus=False))
-        return sizes.kv_token_bytes(spec, range(spec.num_layers)) * options.block_size
+        return sizes.kv_token_bytes(described.spec, range(described.spec.num_layers)) * options.block_size
 
     fit = fit_states(options, slot_bytes, block_bytes)
     if fit.max_num_seqs < options.max_num_seqs:

@@ -20,7 +20,7 @@ from penstock.gpu_node.model.architecture.transformers_class import architecture
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.transformers_runner.attention import (
     IMPLEMENTATION,
-    NO_INTERFACE,
+    OWN_ATTENTION,
     UnsupportedModuleError,
     register,
 )
@@ -33,8 +33,8 @@ LACKS = "LoRA adapters, ranks, speculative decoding, quantization, GPUs"
 """What this runner does not have, in words for a log."""
 _MAX_MODULES = 200_000
 """Modules of a model. A config may ask for layers in fields that no limit knows."""
-_RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm", "gdn", "kda", "lightning")
-"""Parts of the names of `layer_types` that keep states."""
+_EXPERTS = "batched_mm"
+"""The only implementation of experts that runs on the meta device."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
 _GROWING_ROPES = ("dynamic", "longrope")
 """RoPE scalings whose rotations depend in transformers on the longest text of a step."""
@@ -55,8 +55,20 @@ class ModuleDescription:
     """Numbers in its parameters, each counted once."""
     observed: Observed | None
     """None: its module does not run on the meta device, so it is observed when it is loaded."""
+    attention: str
+    """The attention implementation that its module is built with."""
     vocab_size: int
     hidden_size: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the states of a sequence in float32; 0 without recurrent layers, or if they are not known yet."""
+        return 0 if self.observed is None else self.observed.state_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in float32; 0 if they are not known yet."""
+        return 0 if self.observed is None else 4 * self.observed.channels
 
     def check_sizes(self) -> None:
         """Do nothing: sizes were checked, and tensors are compared with the module when they are loaded."""
@@ -73,16 +85,11 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
     architecture = architecture_of(config)
     if config.get("quantization_config") or config.get("compression_config"):
         raise _unsupported(architecture, "its checkpoint is quantized")
-    if kept := [kind for kind in _layer_types(config) if any(part in kind for part in _RECURRENT)]:
-        raise _unsupported(architecture, f"it has recurrent layers ({kept[0]}), whose states are not kept")
-    if not module_class._can_set_attn_implementation():
-        raise _unsupported(architecture, NO_INTERFACE)
     register()
     with as_refusals(path, architecture):
         made = module_class.config_class.from_dict(with_floats(config))
         length = _length(made, config, max_model_len, path)
-        module = on_meta(module_class, made, attn_implementation=IMPLEMENTATION, experts_implementation="batched_mm")
-        observed = _observed(module, length)
+        module, observed, attention = _built(module_class, made, length)
         head: Any = head_of(module).weight
     return ModuleDescription(
         source=source,
@@ -93,6 +100,7 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
         max_model_len=length,
         num_weights=sum(one.numel() for one in module.parameters()),
         observed=observed,
+        attention=attention,
         vocab_size=head.shape[0] if observed is None else observed.vocab_size,
         hidden_size=head.shape[1] if observed is None else observed.hidden_size,
     )
@@ -127,21 +135,15 @@ def as_refusals(path: Path, architecture: str) -> Iterator[None]:
     except ImportError as error:
         raise _unsupported(architecture, f"it needs a package: {reason_of(error)}") from error
     except Exception as error:
-        if isinstance(error, KeyError) and IMPLEMENTATION in error.args:
-            raise _unsupported(architecture, NO_INTERFACE) from error
         raise ConfigError(f"{path}: transformers rejects it: {reason_of(error)}") from error
-
-
-def _layer_types(config: Mapping[str, Any]) -> Iterator[str]:
-    for part in (config, *(one for one in config.values() if isinstance(one, dict))):
-        kinds = part.get("layer_types")
-        yield from (kind for kind in kinds if isinstance(kind, str)) if isinstance(kinds, list) else ()
 
 
 def _length(made: Any, config: Mapping[str, Any], wanted: int | None, path: Path) -> int:
     """Return the tokens that a model can attend to. Raises ConfigError."""
     text = made.get_text_config()
-    found = next((value for name in _LENGTHS if isinstance(value := getattr(text, name, None), int)), None)
+    stated = (getattr(text, name, None) for name in _LENGTHS)
+    # Some configs say -1 for no limit.
+    found = next((value for value in stated if isinstance(value, int) and value > 0), None)
     if found is None and wanted is None:
         raise ConfigError(f"{path} does not say how many tokens the model attends to; set max_model_len")
     if found is not None and wanted is not None and wanted > found:
@@ -187,6 +189,26 @@ def on_meta(module_class: Any, config: Any, **implementations: str) -> nn.Module
         counting.remove()
         config._experts_implementation = None
     return module.eval()
+
+
+def _built(module_class: Any, made: Any, length: int) -> tuple[nn.Module, Observed | None, str]:
+    """Return a module on the meta device, what is seen of it, and the attention implementation that it has."""
+    problem: UnsupportedModuleError | None = None
+    if module_class._can_set_attn_implementation():
+        try:
+            module = on_meta(module_class, made, attn_implementation=IMPLEMENTATION, experts_implementation=_EXPERTS)
+            return module, _observed(module, length), IMPLEMENTATION
+        except UnsupportedModuleError as error:
+            problem = error
+        except KeyError as error:
+            # Some classes look for their attention in a table of their own.
+            if IMPLEMENTATION not in error.args:
+                raise
+    module = on_meta(module_class, made, attn_implementation=OWN_ATTENTION, experts_implementation=_EXPERTS)
+    try:
+        return module, _observed(module, length), OWN_ATTENTION
+    except UnsupportedModuleError as error:
+        raise problem or error from error
 
 
 def _observed(module: nn.Module, length: int) -> Observed | None:

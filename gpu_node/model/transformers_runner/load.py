@@ -18,10 +18,10 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype, set_threads
-from penstock.gpu_node.model.transformers_runner.agreement import require_agreement
-from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION, UnsupportedModuleError
+from penstock.gpu_node.model.transformers_runner.agreement import continues_by_tokens
 from penstock.gpu_node.model.transformers_runner.description import LACKS, ModuleDescription
 from penstock.gpu_node.model.transformers_runner.observed import observe
+from penstock.gpu_node.model.transformers_runner.packed import PackedModule
 from penstock.gpu_node.model.transformers_runner.runner import TransformersRunner
 from penstock.gpu_node.model.transformers_runner.weights import stored_module
 from penstock.runtime.reading import reason_of
@@ -73,19 +73,29 @@ def load_module(
         module: Any = _random(described, dtype) if described.source.is_dummy else _stored(described, dtype)
         try:
             observed = observe(module, described.max_model_len, torch.device("cpu"))
-            require_agreement(module, observed, dtype)
+            by_tokens = continues_by_tokens(module, observed, dtype)
         except MemoryError:
             raise
         except Exception as error:
-            # A module may also fail where it does not expect packed tokens.
-            reason = error.message if isinstance(error, UnsupportedModuleError) else reason_of(error)
+            # A module may also fail where it does not expect packed tokens, or another cache than its own.
+            raised = f"its module fails in a trial: {reason_of(error).partition(' of type <class')[0]}"
+            reason = error.message if isinstance(error, ConfigError) else raised
             refused = f"runner transformers does not support {described.architecture}"
             raise ConfigError(f"{refused}: {reason}") from error
     sizes = cache_sizes(described.max_model_len, options, observed.channels * dtype.itemsize)
-    runner = TransformersRunner(module, observed, sizes, block_size=options.block_size, dtype=dtype)
+    if observed.states and not options.state_slots:
+        needs = f"the states of a sequence take {observed.state_bytes:,} bytes"
+        raise ConfigError(f"state_slots is 0 but must be at least 1: {needs}", param="state_slots")
+    packed = PackedModule(
+        module, observed, sizes.num_blocks, options.block_size, dtype, options.state_slots, by_tokens=by_tokens
+    )
+    runner = TransformersRunner(module, packed, sizes)
     facts = {"architecture": described.architecture, "dtype": name, "num_threads": torch.get_num_threads()}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks, "lacks": LACKS}
+    facts |= {"state_slots": runner.state_sizes.num_slots, "state_bytes": runner.state_sizes.slot_bytes}
     log.info("transformers runner", extra=facts)
+    if observed.by_texts:
+        log.warning("the class has an attention of its own, so sequences are computed one after the other")
     if torch.cuda.is_available():
         log.warning("a CUDA device is visible, but this runner computes on the CPU")
     progress("load", 1.0)
@@ -96,7 +106,9 @@ def _random(described: ModuleDescription, dtype: torch.dtype) -> nn.Module:
     """Return a module of random weights, always the same ones."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = described.module_class._from_config(described.config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        made = described.module_class._from_config(
+            described.config, dtype=dtype, attn_implementation=described.attention
+        )
     module: nn.Module = made.eval()
     return module
 
@@ -109,5 +121,5 @@ def _stored(described: ModuleDescription, dtype: torch.dtype) -> nn.Module:
         architecture=described.architecture,
         num_weights=described.num_weights,
         dtype=dtype,
-        attn_implementation=IMPLEMENTATION,
+        attn_implementation=described.attention,
     )

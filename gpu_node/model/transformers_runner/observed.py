@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.transformers_runner.attention import (
     CALL_FORMS,
+    CALL_FORMS_OF_TEXTS,
+    IMPLEMENTATION,
+    NO_CACHE,
     NO_INTERFACE,
     CallForm,
     PackedCache,
+    TextCache,
     UnsupportedModuleError,
     running,
 )
+from penstock.gpu_node.model.transformers_runner.states import StateShape
 
 NUM_TOKENS = 8
 """Of the pass that is observed."""
@@ -77,15 +82,26 @@ class Observed:
     """Of the head's input."""
     vocab_size: int
     form: CallForm
+    states: tuple[StateShape, ...] = ()
+    """Those that recurrent layers keep of a sequence."""
+    by_texts: bool = False
+    """Whether the module has an attention of its own, so that a pass computes one text."""
+    numbers: tuple[int, ...] = ()
+    """With `by_texts`, the module's own number of each layer."""
 
     def owns(self, at: int) -> bool:
         """Return whether an attention call stores keys and values."""
-        return self.layers[at].owner == at
+        return self.by_texts or self.layers[at].owner == at
 
     @property
     def channels(self) -> int:
         """Channels of a token's keys and values in all layers that store them."""
         return sum(layer.channels for at, layer in enumerate(self.layers) if self.owns(at))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence in all layers."""
+        return sum(one.num_bytes for one in self.states)
 
 
 def observe(module: nn.Module, max_model_len: int, device: torch.device) -> Observed:
@@ -93,49 +109,95 @@ def observe(module: nn.Module, max_model_len: int, device: torch.device) -> Obse
 
     Raises UnsupportedModuleError for what the runner does not support.
     """
+    by_texts = module.config._attn_implementation != IMPLEMENTATION  # type: ignore[union-attr]
     problem: Exception | None = None
-    for form in CALL_FORMS:
+    for form in CALL_FORMS_OF_TEXTS if by_texts else CALL_FORMS:
         try:
-            return _observed(module, max_model_len, device, form)
+            return _observed(module, max_model_len, device, form, by_texts=by_texts)
         except (TypeError, RuntimeError) as error:
             problem = problem or error
     raise problem or InvariantError("there is no form of a call")
 
 
-def _observed(module: nn.Module, max_model_len: int, device: torch.device, form: CallForm) -> Observed:
+def _observed(
+    module: nn.Module, max_model_len: int, device: torch.device, form: CallForm, *, by_texts: bool
+) -> Observed:
     watched, seen = _ObservingPass(max_model_len), list[Tensor]()
     watching = head_of(module).register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    positions = torch.arange(NUM_TOKENS, device=device)
+    positions = torch.arange(NUM_TOKENS, device=device)[None]
+    stored = _StoredLayers()
+    if by_texts:
+        cache: PackedCache = TextCache(torch.arange(NUM_TOKENS)[None], stored)
+    else:
+        cache = PackedCache(positions, counts_each=form.counts_each, length=max_model_len)
     try:
         with running(watched), torch.inference_mode():
-            logits = call(module, positions, positions, form, max_model_len).logits
+            logits = call(module, positions, positions, form, cache).logits
     finally:
         watching.remove()
-    if not watched.layers:
-        raise UnsupportedModuleError(NO_INTERFACE)
+    states = tuple(cache.states.later())
+    layers = [*(watched.layers or map(_layer_of_text, stored.values()))]
+    if not layers and not states:
+        raise UnsupportedModuleError(NO_CACHE if by_texts else NO_INTERFACE)
     if len(seen) != 1 or seen[0].shape[:2] != (1, NUM_TOKENS) or logits.shape[:2] != (1, NUM_TOKENS):
         raise UnsupportedModuleError("its head is not computed once from the hidden states of all tokens")
-    return Observed(tuple(watched.layers), seen[0].shape[-1], logits.shape[-1], form)
+    sizes = seen[0].shape[-1], logits.shape[-1]
+    return Observed(tuple(layers), *sizes, form, states, by_texts, tuple(stored) if by_texts else ())
 
 
-def call(module: nn.Module, token_ids: Tensor, positions: Tensor, form: CallForm, length: int = 0) -> Any:
-    """Run a module over packed tokens and return its output.
+class _StoredLayer:
+    """Records what a layer stores."""
 
-    token_ids, positions: [tokens]; length: the keys that masks stand for (`PackedCache`).
-    """
-    given: dict[str, Any] = {
-        "past_key_values": PackedCache(positions, counts_each=form.counts_each, length=length),
-        "use_cache": True,
-    }
-    if form.has_mask:
-        given["attention_mask"] = torch.ones(1, len(token_ids), dtype=torch.long, device=token_ids.device)
+    def __init__(self) -> None:
+        self.shapes: list[tuple[torch.Size, torch.Size]] = []
+
+    def extended(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values: there are no others."""
+        self.shapes.append((k.shape, v.shape))
+        return k, v
+
+
+class _StoredLayers(dict[int, _StoredLayer]):
+    """By the module's own number of the layer."""
+
+    def __missing__(self, number: int) -> _StoredLayer:
+        self[number] = _StoredLayer()
+        return self[number]
+
+
+def _layer_of_text(stored: _StoredLayer) -> ObservedLayer:
+    (keys, values), *more = stored.shapes
+    if more or len(keys) != 4 or keys[:3] != values[:3] or keys[0] != 1 or keys[2] != NUM_TOKENS:
+        what = f"keys {list(keys)} and values {list(values)}, {len(more) + 1} times"
+        raise UnsupportedModuleError(f"a layer stores {what}, for {NUM_TOKENS} tokens")
+    return ObservedLayer(
+        num_heads=keys[1],
+        num_kv_heads=keys[1],
+        head_dim=keys[3],
+        value_dim=values[3],
+        scale=1.0,
+        score_cap=None,
+        window=None,
+        chunk=None,
+        owner=-1,
+    )
+
+
+def call(module: nn.Module, token_ids: Tensor, positions: Tensor, form: CallForm, cache: PackedCache) -> Any:
+    """Run a module over tokens and return its output. token_ids, positions: [rows, tokens]."""
     taken = inspect.signature(module.forward).parameters
+    # Modules without attention call it otherwise.
+    its_name = "past_key_values" if "past_key_values" in taken or "cache_params" not in taken else "cache_params"
+    given: dict[str, Any] = {its_name: cache, "use_cache": True}
+    if form.has_mask:
+        shape = len(token_ids), cache.mask_length
+        given["attention_mask"] = torch.ones(shape, dtype=torch.long, device=token_ids.device)
     if "position_ids" in taken:
-        given["position_ids"] = positions[None]
+        given["position_ids"] = positions
     if "logits_to_keep" in taken:
         # All of them, because a hook chooses later. Given a number, Gemma 4 computes its last layers for fewer tokens.
-        given["logits_to_keep"] = torch.arange(len(token_ids), device=token_ids.device)
-    return module(input_ids=token_ids[None], **given)
+        given["logits_to_keep"] = torch.arange(token_ids.shape[1], device=token_ids.device)
+    return module(input_ids=token_ids, **given)
 
 
 def head_of(module: Any) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.description import cache_sizes
+from penstock.gpu_node.model.checkpoint.state_slots import StateFit, fit_states
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
 from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype
@@ -26,6 +27,7 @@ def plan_module(
     dtype = choose_dtype(options.dtype, described.stored_dtype)
     item_bytes = TORCH_DTYPES[dtype].itemsize
     weights, token_bytes = described.num_weights * item_bytes, observed.channels * item_bytes
+    states = fit_states(options, observed.state_bytes, lambda: token_bytes * options.block_size)
     return ModelPlan(
         model=name,
         runner="transformers",
@@ -34,14 +36,14 @@ def plan_module(
         kv_cache_dtype=dtype,
         max_model_len=described.max_model_len,
         layers=len(observed.layers),
-        heads=max(layer.num_heads for layer in observed.layers),
-        kv_heads=max(layer.num_kv_heads for layer in observed.layers),
+        heads=max((layer.num_heads for layer in observed.layers), default=0),
+        kv_heads=max((layer.num_kv_heads for layer in observed.layers), default=0),
         weight_bytes=weights,
         kv_token_bytes=token_bytes,
-        state_bytes=0,
-        state_slots=0,
-        max_num_seqs=options.max_num_seqs,
-        shapes=tuple(_fit(described, options, devices, shape, weights, token_bytes) for shape in shapes),
+        state_bytes=states.slot_bytes,
+        state_slots=states.num_slots,
+        max_num_seqs=states.max_num_seqs,
+        shapes=tuple(_fit(described, options, devices, shape, weights, token_bytes, states) for shape in shapes),
         why=f"transformers computes {described.architecture}; that runner has no {LACKS}",
     )
 
@@ -53,6 +55,7 @@ def _fit(
     shape: tuple[int, int, int],
     weight_bytes: int,
     token_bytes: int,
+    states: StateFit,
 ) -> ShapeFit:
     tensor, pipeline, replicas = shape
     if devices.kind == "gpu":
@@ -66,8 +69,8 @@ def _fit(
         return ShapeFit(*shape, problem=error.message, weight_bytes=weight_bytes)
     kv_bytes = blocks.num_blocks * blocks.block_bytes
     # Each replica has its own copy of the weights.
-    needs, free = replicas * (weight_bytes + kv_bytes), devices.rank_bytes or devices.shared_bytes
+    needs, free = replicas * (weight_bytes + kv_bytes + states.num_bytes), devices.rank_bytes or devices.shared_bytes
     if needs > free:
-        problem = f"{needs / 2**30:.4g} GiB of weights and KV cache, but {free / 2**30:.4g} GiB are free"
+        problem = f"{needs / 2**30:.4g} GiB of weights, KV cache and states, but {free / 2**30:.4g} GiB are free"
         return ShapeFit(*shape, problem=problem, weight_bytes=weight_bytes)
     return ShapeFit(*shape, "", weight_bytes, kv_bytes, blocks.num_device_blocks * options.block_size)

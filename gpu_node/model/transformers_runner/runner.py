@@ -17,7 +17,6 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample_rows, to_numpy
 from penstock.gpu_node.model.torch_cpu.attention import copy_blocks
-from penstock.gpu_node.model.transformers_runner.observed import Observed
 from penstock.gpu_node.model.transformers_runner.packed import PackedModule
 from penstock.kernels.cpu.probe import usable_cores
 
@@ -27,12 +26,10 @@ class TransformersRunner:
 
     max_in_flight = 1
 
-    def __init__(
-        self, module: nn.Module, observed: Observed, sizes: CacheSizes, *, block_size: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, module: nn.Module, packed: PackedModule, sizes: CacheSizes) -> None:
         self._sizes = sizes
         self._weight_bytes = sum(one.nbytes for one in module.parameters())
-        self._packed = PackedModule(module, observed, sizes.num_blocks, block_size, dtype)
+        self._packed = packed
         # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
         self._thread = ThreadPoolExecutor(1, "penstock-torch")
         self._profiler = TorchProfiler()
@@ -44,8 +41,8 @@ class TransformersRunner:
 
     @property
     def state_sizes(self) -> StateSizes:
-        """None: loading refuses models with recurrent layers."""
-        return StateSizes()
+        """The slots of the states of recurrent layers."""
+        return StateSizes(self._packed.slots.num_slots, self._packed.slots.slot_bytes)
 
     @property
     def placement(self) -> Placement:

@@ -20,8 +20,11 @@ SAMPLE = (
     "GptOssForCausalLM",  # sinks
     "Llama4ForCausalLM",  # chunks
     "OPTForCausalLM",  # a mask of ones for earlier tokens
-    "BloomForCausalLM",  # no interface
-    "Qwen3_5ForCausalLM",  # recurrent layers
+    "BloomForCausalLM",  # an attention of its own
+    "BambaForCausalLM",  # recurrent layers
+    "JambaForCausalLM",  # states that are continued by single tokens only
+    "MambaForCausalLM",  # no attention
+    "XLMWithLMHeadModel",  # no cache
     "DeepseekV32ForCausalLM",  # sparse attention
 )
 """Those that each run of the tests computes."""

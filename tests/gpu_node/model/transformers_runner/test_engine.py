@@ -34,7 +34,13 @@ def alone(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "preemption"), [("Starcoder2ForCausalLM", "swap"), ("Gemma4ForCausalLM", "recompute")]
+    ("architecture", "preemption"),
+    [
+        ("Starcoder2ForCausalLM", "swap"),
+        ("Gemma4ForCausalLM", "recompute"),
+        ("BambaForCausalLM", "swap"),
+        ("FalconForCausalLM", "recompute"),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers_after_preemption_and_prefix_hits(
     class_folder: Folder, architecture: str, preemption: Any

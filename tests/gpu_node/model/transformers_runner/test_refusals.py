@@ -60,7 +60,6 @@ def test_a_config_that_asks_for_much_more_than_the_checkpoint_has_takes_no_memor
         ({"vocab_size": 1 << 30}, "vocab_size"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent layers (linear_attention)"),
         ({"rope_parameters": ROPE | {"original_max_position_embeddings": 64}}, "rope_type dynamic"),
     ],
 )
@@ -83,6 +82,10 @@ def test_a_config_is_refused_by_the_field(folder: Path, fields: dict[str, Any], 
 )
 def test_settings_that_it_lacks_are_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:
     assert named in refusal(folder, **options)
+
+
+def test_states_need_slots(class_folder: Folder) -> None:
+    assert "state_slots" in refusal(class_folder("BambaForCausalLM"), state_slots=0)
 
 
 def test_code_of_a_checkpoint_never_runs(folder: Path, tmp_path: Path) -> None:
