@@ -481,3 +481,5 @@ class Family:
     spec_of: Callable[[Mapping[str, Any]], ModelSpec]
     has_text_config: bool = False
     """Whether the config of the text model is the field `text_config` of the model's config."""
+    origin: str = ""
+    """The package and version that the family comes from; empty for penstock's own."""

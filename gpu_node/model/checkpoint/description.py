@@ -40,6 +40,8 @@ class Description:
     """Reads the quantized matrices of a quantized checkpoint; None for other checkpoints."""
     gguf: GgufFile | None = None
     """The source's GGUF file, if it is open."""
+    origin: str = ""
+    """The package and version that describes the architecture (`Family.origin`)."""
 
     @property
     def vocab_size(self) -> int:

@@ -134,6 +134,9 @@ def load_found(
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
         arithmetic += "-dummy"
+    if isinstance(described, Description) and described.origin:
+        # Another version of the package may compute something else.
+        arithmetic += f" by {described.origin}"
     with reading(source.folder / "generation_config.json", found.name):
         loaded = LoadedModel(
             runner=runner,
@@ -384,6 +387,7 @@ def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptio
         max_model_len=options.max_model_len or spec.max_position,
         read_scaled=None if source.is_dummy else reader_of(config),
         gguf=opened.gguf,
+        origin=family.origin,
     )
 
 

@@ -140,7 +140,10 @@ def listener_of(options: RunnerOptions) -> RankListener:
 
 def facts_of(described: Description) -> dict[str, str]:
     """Return what all ranks must have in common, by name. Their settings are those of rank 0."""
-    return {"version of penstock": version("penstock-llm"), "model": weights_revision_of(described.source, "")}
+    return {
+        "version of penstock": version("penstock-llm"),
+        "model": weights_revision_of(described.source, described.origin),
+    }
 
 
 def options_of_rank(options: RunnerOptions, rank: int, *, is_here: bool) -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""Model families: each file has `FAMILIES` that are alike; `family_of` finds the family that a config names."""
+"""Model families: each file has `FAMILIES` that are alike; `family_of` finds the family that a config names.
+
+Other packages may bring families, by entry points of the group `penstock.families`.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
 from typing import Any
 
@@ -13,13 +19,46 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import Family
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of, is_known, near_names
 
+log = logging.getLogger(__package__)
+
+GROUP = "penstock.families"
+"""The group of entry points of other packages. Each names a `Family`, or several in a tuple."""
+
 
 # Of one user, or of our own code and files.
 @cache
 def families() -> dict[str, Family]:
-    """Return every family of this folder by architecture name. A new file adds a family without registration."""
+    """Return every family by architecture name: those of this folder, and those of other packages.
+
+    A new file in this folder adds a family without registration. A package that cannot be loaded is named in the log.
+    """
     found = (import_module(f"{__name__}.{module.name}").FAMILIES for module in iter_modules(__path__))
-    return {family.architecture: family for alike in found for family in alike}
+    known: dict[str, Family] = {family.architecture: family for alike in found for family in alike}
+    for point in sorted(entry_points(group=GROUP), key=lambda one: one.name):
+        for family in _families_of(point):
+            if other := known.get(family.architecture):
+                facts = {"architecture": family.architecture, "package": family.origin}
+                log.warning("a package brings a family that is there already", extra=facts | {"used": other.origin})
+            else:
+                known[family.architecture] = family
+    return known
+
+
+def _families_of(point: EntryPoint) -> Iterator[Family]:
+    """Yield the families of an entry point; none if it cannot be loaded."""
+    origin = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+    try:
+        loaded = point.load()
+        brought = (loaded,) if isinstance(loaded, Family) else tuple(loaded)
+        if others := [one for one in brought if not isinstance(one, Family)]:
+            raise TypeError(f"{point.value} has a {type(others[0]).__name__}, not a Family")
+    except Exception as error:
+        # The package may do anything. Models of other families are not its business.
+        facts = {"package": origin, "entry_point": point.name, "reason": f"{type(error).__name__}: {error}"}
+        log.warning("a package's model families cannot be loaded", extra=facts)
+        return
+    for family in brought:
+        yield replace(family, origin=origin)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
