@@ -19,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -52,15 +52,17 @@ from penstock.gateway.http.middleware.cors import Cors, allows_any_page, check_o
 from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.http.middleware.request_forms import HeadRequests, PlainPaths, SubprotocolKey
 from penstock.gateway.http.middleware.traces import TRACE_HEADER, TracedRequests
-from penstock.gateway.http.protocol import head_with_sockets
+from penstock.gateway.http.protocol import BoundedHead, head_with_sockets
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
+from penstock.gateway.http.takeover import Takeover
+from penstock.gateway.kept.connection import Keep
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.open_feeds import OpenFeeds
 from penstock.gateway.redis_watch import REFUSING, RedisWatch
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.route_doc import PROBE_METHODS
-from penstock.gateway.settings import GatewaySettings, check_address
+from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings, check_address
 from penstock.gateway.stream.answer import (
     IGNORED_HEADER,
     JOB_HEADER,
@@ -76,6 +78,7 @@ from penstock.producer.files.storage import FilesSettings
 from penstock.queue.broker.producer import ServedPool
 from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
+from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
 from penstock.runtime.redis_source import tell_redis_source
@@ -203,8 +206,6 @@ MAX_KEPT_REQUESTS_MIB = 64
 """MiB of requests that a gateway keeps for submitting open jobs again that Redis lost (`max_kept_mib` of a client)."""
 MAX_RESULT_WAIT_S = 30.0
 """Seconds that an answer waits for that memory. After that, it is refused with a 503."""
-PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
-"""Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
 
 def _client_of(settings: GatewaySettings) -> AsyncClient:
@@ -376,8 +377,13 @@ class _Server(uvicorn.Server):
     With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
     """
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: float, gateway: Gateway) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, drain_s: float, gateway: Gateway, keep: Keep | None = None
+    ) -> None:
+        """`keep`: what holds the connections beside this process."""
         super().__init__(config)
+        self._keep = keep
+        self._taking_over: asyncio.Task[None] | None = None
         self._drain_s = drain_s
         self._gateway = gateway
         self._manager = ServiceManager.of_environment()
@@ -391,6 +397,16 @@ class _Server(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": url}), flush=True)  # noqa: T201
         self._manager.ready(f"listens on {url}")
         self._feeding = asyncio.create_task(self._manager.feed(), name="penstock watchdog")
+        if self._keep is not None:
+            takeover = Takeover(self._keep, self._new_protocol, self.config.loaded_app, self._gateway.metrics)
+            self._taking_over = asyncio.create_task(takeover.run(), name="penstock takeover")
+
+    def _new_protocol(self) -> BoundedHead:
+        """Return the protocol of a connection that this server did not accept itself."""
+        made = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return cast(BoundedHead, made)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._manager.stopping()
@@ -424,15 +440,17 @@ def max_connections_of(settings: GatewaySettings) -> int:
     return max(1, min(max_files * MAX_CONNECTIONS_PERCENT // 100, max_files - MIN_OTHER_FILES))
 
 
-def make_server(settings: GatewaySettings) -> uvicorn.Server:
-    """Return the server of one gateway process. It is not started yet."""
+def make_server(settings: GatewaySettings, keep: Keep | None = None) -> uvicorn.Server:
+    """Return the server of one gateway process. It is not started yet. `keep`: what holds its connections, too."""
     gateway = create_gateway(settings)
+    if keep is not None:
+        gateway.metrics.watch_keep(keep)
     sockets = (route.path for route in gateway.app.routes if isinstance(route, WebSocketRoute))
     config = uvicorn.Config(
         gateway.app,
         host=settings.host,
         port=settings.port,
-        http=head_with_sockets(sockets, partial(log_unparsed, gateway.metrics)),
+        http=head_with_sockets(sockets, partial(log_unparsed, gateway.metrics), keep),
         ws=BoundedSocket,
         ws_max_size=settings.max_body_bytes,
         ws_ping_interval=PING_INTERVAL_S,
@@ -447,7 +465,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,
     )
-    return _Server(config, drain_s=settings.drain_s, gateway=gateway)
+    return _Server(config, drain_s=settings.drain_s, gateway=gateway, keep=keep)
 
 
 def run(settings: GatewaySettings) -> None:
@@ -458,22 +476,26 @@ def run(settings: GatewaySettings) -> None:
     """
     keep_large_blocks_apart()
     offer_stacks()
-    settings = asyncio.run(_checked_at_start(settings))
-    server = make_server(settings)
+    inherited = Inherited.of_environment()
+    settings = asyncio.run(_checked_at_start(settings, has_listener=inherited is not None))
+    keep = None if inherited is None else Keep(inherited)
+    server = make_server(settings, keep)
+    sockets = None if inherited is None else [socket.socket(fileno=number) for number in inherited.listeners]
     freeze_gc()
     make_full_collections_rare()
     # After the drain, uvicorn sends itself the signal that it received. Supervisors call an end by SIGTERM a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
-        server.run()
+        server.run(sockets)
 
 
-async def _checked_at_start(settings: GatewaySettings) -> GatewaySettings:
+async def _checked_at_start(settings: GatewaySettings, *, has_listener: bool) -> GatewaySettings:
     """Check that the address is free and Redis answers. Return the settings that fit the API keys in Redis.
 
     This runs before uvicorn starts, because uvicorn would print its own start-up errors and hide the cause.
     """
-    await check_address(settings.host, settings.port)
+    if not has_listener:
+        await check_address(settings.host, settings.port)
     async with _client_of(settings) as client:
         await client.warn_of_eviction()
         if allows_any_page(settings.cors_origins) and are_required(await client.api_keys()):
