@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Self
@@ -34,16 +35,7 @@ from penstock.cli.processes import (
 from penstock.contract.errors import ConfigError
 from penstock.gateway.kept.slots import SLOT_BYTES
 from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
-from penstock.runtime.kept_sockets import (
-    DROP,
-    KEEP,
-    LEAVE,
-    READY,
-    Inherited,
-    receive_message,
-    send_message,
-    shut_down,
-)
+from penstock.runtime.kept_sockets import DROP, KEEP, LEAVE, READY, Inherited, receive_message, send_message, shut_down
 from penstock.runtime.logging import LogSettings
 from penstock.runtime.service_manager import ServiceManager
 
@@ -67,6 +59,8 @@ class ConnectionKeeper:
         self._num_slots = num_slots
         self._kept: dict[int, int] = {}
         """Slot → descriptor of its connection."""
+        self.is_leaving = False
+        """Whether the gateway was asked to end, so that a new one takes over."""
         self._control: socket.socket | None = None
         self._theirs: socket.socket | None = None
         self._unsent: deque[tuple[bytes, int, int | None]] = deque()
@@ -132,13 +126,12 @@ class ConnectionKeeper:
         if self._expiry is None:
             self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._expire)
 
-    def leave(self) -> bool:
-        """Ask the gateway to leave its connections to a successor. Return whether it can be asked."""
-        if self._control is None:
-            return False
-        self._unsent.append((LEAVE, 0, None))
-        self._flush()
-        return True
+    def leave(self) -> None:
+        """Ask the gateway to leave its connections to a successor, which is started then."""
+        if self._control is not None:
+            self.is_leaving = True
+            self._unsent.append((LEAVE, 0, None))
+            self._flush()
 
     def close(self) -> None:
         """Accept no connection any more, and hold none: the gateway ends by itself."""
@@ -245,7 +238,8 @@ async def keep_gateway(
     while True:
         await child.ended()
         keeper.gateway_ended()
-        pause_s = back_off.pause_s(time.monotonic() - started_s)
+        is_planned, keeper.is_leaving = keeper.is_leaving, False
+        pause_s = 0.0 if is_planned else back_off.pause_s(time.monotonic() - started_s)
         how = f"it starts again {f'in {pause_s:g} s' if pause_s else 'at once'}"
         say(f"{child.why_it_ended()}; {how}, and {keeper.num_kept} connections wait for it")
         await asyncio.sleep(pause_s)
@@ -261,6 +255,13 @@ async def keep_gateway(
             say(f"{command.name} does not start: {error}")
             continue
         say(f"{command.name} serves again")
+
+
+def on_hangup(call: Callable[[], object]) -> None:
+    """Let SIGHUP call something, unless it means that the terminal of this process is gone, or is ignored."""
+    has_terminal = any(os.isatty(number) for number in (0, 2))
+    if not has_terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, call)
 
 
 # `penstock gateway --keep-connections`: this process is the keeper, and the gateway its child.
@@ -281,7 +282,7 @@ async def _run_kept(command: ChildCommand, settings: GatewaySettings, logs: LogS
             _log.warning("connections cannot outlive the gateway on this system")
         else:
             supervisor.before_stop.append(keeper.close)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keeper.leave)
+            on_hangup(keeper.leave)
         # Only this process is the service's main process, so it alone tells the service manager.
         command = replace(command, env={**command.env, "NOTIFY_SOCKET": ""})
         child = await start_gateway(supervisor, command, keeper)

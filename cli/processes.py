@@ -294,9 +294,7 @@ class Supervisor:
     async def start(self, command: ChildCommand) -> Child:
         """Start a child and return it without waiting until it is ready."""
         process = await asyncio.create_subprocess_exec(
-            *guarded(
-                [*command.argv], grace_s=command.grace_s, cpus=command.cpus, descriptors=command.descriptors
-            ),
+            *guarded([*command.argv], grace_s=command.grace_s, cpus=command.cpus, descriptors=command.descriptors),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
-from penstock.cli.keeper import ConnectionKeeper, keep_gateway, start_gateway
+from penstock.cli.keeper import ConnectionKeeper, keep_gateway, on_hangup, start_gateway
 from penstock.cli.option_words import show_all
 from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
 from penstock.cli.output import write_line
@@ -404,6 +404,7 @@ async def _serve(
         if keeper is not None:
             # Before the gateway is asked to end: connections must not wait for one that does not come.
             supervisor.before_stop.append(keeper.close)
+            on_hangup(keeper.leave)
         started = start_all(supervisor, redis_url, model, nodes, command, keeper)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         if server is not None:

@@ -17,9 +17,9 @@ from typing import Annotated, Any, get_args
 import typer
 
 from penstock.cli.demo_model import SAMPLING, default_model, is_demo
+from penstock.cli.keeper import run_kept_gateway
 from penstock.cli.options import Problems, docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
-from penstock.cli.keeper import run_kept_gateway
 from penstock.cli.processes import gateway_command, node_command
 from penstock.cli.replicas import Replica, replicas_of, run_replicas
 from penstock.contract.errors import ConfigError, ConflictError, PenstockError

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
-import os
 import resource
 import signal
 import socket
@@ -19,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -49,12 +47,12 @@ from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.middleware.access_log import AccessLog, log_unparsed
 from penstock.gateway.http.middleware.cors import Cors, allows_any_page, check_origins
-from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain
 from penstock.gateway.http.middleware.request_forms import HeadRequests, PlainPaths, SubprotocolKey
 from penstock.gateway.http.middleware.traces import TRACE_HEADER, TracedRequests
-from penstock.gateway.http.protocol import BoundedHead, head_with_sockets
+from penstock.gateway.http.protocol import head_with_sockets
+from penstock.gateway.http.server import GatewayServer
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
-from penstock.gateway.http.takeover import Takeover
 from penstock.gateway.kept.connection import Keep
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.open_feeds import OpenFeeds
@@ -62,7 +60,7 @@ from penstock.gateway.redis_watch import REFUSING, RedisWatch
 from penstock.gateway.request.parser_process import BodySchemas
 from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.route_doc import PROBE_METHODS
-from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings, check_address
+from penstock.gateway.settings import GatewaySettings, check_address
 from penstock.gateway.stream.answer import (
     IGNORED_HEADER,
     JOB_HEADER,
@@ -82,7 +80,6 @@ from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
 from penstock.runtime.redis_source import tell_redis_source
-from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
@@ -371,57 +368,6 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
         )
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that can print its URL to stdout and cuts off open answers at the end of the drain.
-
-    With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
-    """
-
-    def __init__(
-        self, config: uvicorn.Config, *, drain_s: float, gateway: Gateway, keep: Keep | None = None
-    ) -> None:
-        """`keep`: what holds the connections beside this process."""
-        super().__init__(config)
-        self._keep = keep
-        self._taking_over: asyncio.Task[None] | None = None
-        self._drain_s = drain_s
-        self._gateway = gateway
-        self._manager = ServiceManager.of_environment()
-        self._feeding: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        if os.environ.get(PROGRESS_VARIABLE) == "json":
-            print(json.dumps({"event": "ready", "url": url}), flush=True)  # noqa: T201
-        self._manager.ready(f"listens on {url}")
-        self._feeding = asyncio.create_task(self._manager.feed(), name="penstock watchdog")
-        if self._keep is not None:
-            takeover = Takeover(self._keep, self._new_protocol, self.config.loaded_app, self._gateway.metrics)
-            self._taking_over = asyncio.create_task(takeover.run(), name="penstock takeover")
-
-    def _new_protocol(self) -> BoundedHead:
-        """Return the protocol of a connection that this server did not accept itself."""
-        made = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return cast(BoundedHead, made)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._manager.stopping()
-        self._gateway.stopping.set()
-        self._gateway.client.servers.note_stop()
-        # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
-        end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
-        try:
-            await super().shutdown(sockets)
-        finally:
-            end.cancel()
-            if self._feeding is not None:
-                self._feeding.cancel()
-
-
 MAX_CONNECTIONS_PERCENT = 87
 """Percent of the open files that the system allows. The rest is for Redis, the log and the parser process."""
 MIN_OTHER_FILES = 32
@@ -465,7 +411,12 @@ def make_server(settings: GatewaySettings, keep: Keep | None = None) -> uvicorn.
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,
     )
-    return _Server(config, drain_s=settings.drain_s, gateway=gateway, keep=keep)
+
+    def note_stop() -> None:
+        gateway.stopping.set()
+        gateway.client.servers.note_stop()
+
+    return GatewayServer(config, drain_s=settings.drain_s, note_stop=note_stop, metrics=gateway.metrics, keep=keep)
 
 
 def run(settings: GatewaySettings) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send

@@ -13,6 +13,7 @@ import socket
 import struct
 import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -113,6 +114,8 @@ class BoundedHead(HttpToolsProtocol):
     """Goes on with a connection of an earlier gateway, once it is made."""
     kept: KeptConnection | None = None
     """This connection as the keeper may hold it."""
+    _running_task: asyncio.Task[Any] | None = None
+    """The task of the request that is being answered."""
     _answer_keep: AnswerKeep | None = None
     """The slot of the answer that runs."""
     _head_error: tuple[PenstockError, HTTPStatus] | None = None
@@ -156,6 +159,23 @@ class BoundedHead(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no byte of a request has arrived that is not answered."""
+        return self._num_head_bytes == 0 and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a successor of this gateway can go on with the open answer."""
+        return self._answer_keep is not None and self._answer_keep.is_kept
+
+    def cut_off(self) -> None:
+        """End the open answer, if there is one, with an error, and the connection."""
+        if self._running_task is not None:
+            self._running_task.cancel()
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """Handle a full send buffer: the answer pauses, and the client is watched."""
@@ -248,7 +268,15 @@ class BoundedHead(HttpToolsProtocol):
         offer_direct_body(cycle)
         if self.kept is not None:
             self._answer_keep = offer_keep(cycle, self.kept)
+            app = partial(self._run, app)
         super()._start_asgi_task(cycle, app)
+
+    async def _run(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
+        self._running_task = asyncio.current_task()
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._running_task = None
 
     def _should_upgrade(self) -> bool:
         """Return whether the head offers a protocol upgrade.
@@ -345,9 +373,7 @@ class BoundedHead(HttpToolsProtocol):
 
 
 def head_with_sockets(
-    paths: Iterable[str],
-    note_refusal: Callable[[PenstockError, HTTPStatus, str], None],
-    keep: Keep | None = None,
+    paths: Iterable[str], note_refusal: Callable[[PenstockError, HTTPStatus, str], None], keep: Keep | None = None
 ) -> type[BoundedHead]:
     """Return the protocol of a gateway with WebSockets at these paths. `keep`: what holds its connections, too."""
     own = {"socket_paths": frozenset(path.encode() for path in paths), "note_refusal": staticmethod(note_refusal)}

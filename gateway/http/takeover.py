@@ -27,7 +27,7 @@ logger = logging.getLogger("penstock.gateway")
 SURVIVED_S = 2.0
 """An answer that was taken over for so many seconds is not the kind that kills its gateway."""
 TURN_S = 0.25
-"""Seconds for which an answer whose takeover has killed a gateway is alone, so that it shows whether it was that one."""
+"""Seconds for which an answer whose takeover has killed a gateway is alone, to show whether it was that one."""
 MAX_ADOPTED_AT_ONCE = 64
 _END_OF_CHUNKS = b"0\r\n\r\n"
 
@@ -107,7 +107,7 @@ class Takeover:
         num_read: int,
         rest: bytes,
         record: Mapping[str, Any],
-        is_ahead: bool,  # noqa: FBT001
+        is_ahead: bool,
         protocol: BoundedHead,
     ) -> None:
         """Write what the kernel has not got of an answer, and go on with it behind that."""

@@ -91,9 +91,7 @@ class AnswerKeep:
         """Whether earlier gateways died while they took the answer over, so that this one must not try it."""
         self._on_first_bytes: Callable[[], None] = _nothing
 
-    def take_over(
-        self, slot: Slot, left: Left, record: Mapping[str, Any], on_first_bytes: Callable[[], None]
-    ) -> None:
+    def take_over(self, slot: Slot, left: Left, record: Mapping[str, Any], on_first_bytes: Callable[[], None]) -> None:
         """Go on with the answer of an earlier gateway. `on_first_bytes` is called with its first new bytes."""
         self._slot, self.record, self._on_first_bytes = slot, record, on_first_bytes
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
@@ -285,9 +286,7 @@ class GenerationEvents(EventSource):
             await plan.decide_replay(plan.generation.cut_at)
         await plan.check()
         keeping = plan.keeping(is_stream=True)
-        async with open_jobs(
-            plan.client, plan.generation, has_begun=lambda: writer.started, keeping=keeping
-        ) as jobs:
+        async with open_jobs(plan.client, plan.generation, has_begun=lambda: writer.started, keeping=keeping) as jobs:
             await plan.learn_pool(jobs[0])
             writer.headers.update(plan.headers_of(jobs))
             self.show_position(jobs[0], writer)

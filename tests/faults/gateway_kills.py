@@ -33,6 +33,7 @@ import anthropic
 import httpx
 import openai
 from faults.tools.redis_process import RedisProcess
+
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 TEXT = "A keeper holds the connection while its gateway is away; the answer goes on where it was. " * 2
@@ -91,7 +92,7 @@ class Answer:
     """Silences of half a second and more: when they ended, and how long they were."""
 
 
-class Broken(Exception):
+class BrokenAnswerError(Exception):
     """An answer is not what HTTP allows."""
 
 
@@ -125,10 +126,10 @@ class Reader:
         else:
             found = re.search(rb"content-length: (\d+)", head)
             if found is None:
-                raise Broken(f"no length: {head!r}")
+                raise BrokenAnswerError(f"no length: {head!r}")
             self.answer.body = self._take(int(found[1]))
         if closes and (self._buffer or self._receive()):
-            raise Broken(f"bytes behind the answer: {self._buffer[:100]!r}")
+            raise BrokenAnswerError(f"bytes behind the answer: {self._buffer[:100]!r}")
         return self.answer
 
     def _receive(self) -> bytes:
@@ -145,7 +146,9 @@ class Reader:
     def _more(self) -> None:
         part = self._receive()
         if not part:
-            raise Broken(f"ended after {len(self.answer.body)} bytes: {self.answer.body[-100:]!r} {self._buffer!r}")
+            raise BrokenAnswerError(
+                f"ended after {len(self.answer.body)} bytes: {self.answer.body[-100:]!r} {self._buffer!r}"
+            )
         self._buffer += part
 
     def _until(self, mark: bytes) -> bytes:
@@ -162,7 +165,7 @@ class Reader:
 
     def _expect(self, mark: bytes) -> None:
         if (found := self._take(len(mark))) != mark:
-            raise Broken(f"{found!r} instead of {mark!r}")
+            raise BrokenAnswerError(f"{found!r} instead of {mark!r}")
 
 
 def comparable(body: bytes) -> Any:
@@ -176,7 +179,7 @@ def comparable(body: bytes) -> Any:
     others: list[Any] = []
     numbers = [event.pop("sequence_number") for event in events if "sequence_number" in event]
     if numbers != [*range(len(numbers))]:
-        raise Broken(f"sequence numbers {numbers}")
+        raise BrokenAnswerError(f"sequence numbers {numbers}")
     for event in events:
         _split(event, texts, others)
     return texts, sorted(map(json.dumps, others))
@@ -194,7 +197,7 @@ def _events_of(body: bytes) -> Iterator[dict[str, Any]]:
             if line.strip():
                 yield json.loads(line.removeprefix(b"data: "))
         elif line and not line.startswith((b"event: ", b"id: ")):
-            raise Broken(f"a line that is no event: {line!r}")
+            raise BrokenAnswerError(f"a line that is no event: {line!r}")
 
 
 def _split(event: dict[str, Any], texts: dict[Any, str], others: list[Any]) -> None:
@@ -267,6 +270,12 @@ class KeptGateway:
         os.kill(self.pids()[0 if guard else 1], signal.SIGKILL)
         return killed_s
 
+    def reload(self) -> float:
+        """Restart the gateway by SIGHUP, and return when that was."""
+        asked_s = time.monotonic()
+        self.process.send_signal(signal.SIGHUP)
+        return asked_s
+
     def wait_until_it_serves_again(self) -> None:
         if not self._serves_again.acquire(timeout=PATIENCE_S):
             raise RuntimeError("\n".join(self.log[-20:]))
@@ -296,7 +305,7 @@ class Campaign:
             self.gaps += gaps
             try:
                 is_same = same(case, body, self._expected[case.name])
-            except (Broken, ValueError) as error:
+            except (BrokenAnswerError, ValueError) as error:
                 self.violations.append(f"{case.name} / {reader}: {error!r}")
                 return
             if not is_same:
@@ -317,9 +326,9 @@ class Campaign:
                 try:
                     answer = reader.ask(case, closes=closes)
                     if not answer.head.startswith(b"HTTP/1.1 200"):
-                        raise Broken(f"{answer.head!r} {answer.body[:300]!r}")
+                        raise BrokenAnswerError(f"{answer.head!r} {answer.body[:300]!r}")
                     self._note(case, kind, answer.body, answer.gaps)
-                except (Broken, OSError, ValueError) as error:
+                except (BrokenAnswerError, OSError, ValueError) as error:
                     self._fail(case, kind, error)
                     break
                 if self.stops.is_set():
@@ -332,9 +341,11 @@ class Campaign:
             case = random.choice(CASES)
             url = f"{self.gateway.url}{case.path}"
             words = ["curl", "-sSN", "--fail", "-H", "Content-Type: application/json", "-d", json.dumps(case.body), url]
-            ran = subprocess.run([*words, *(["-H", f"Accept: {case.accept}"] if case.accept else [])], capture_output=True)
+            ran = subprocess.run(
+                [*words, *(["-H", f"Accept: {case.accept}"] if case.accept else [])], capture_output=True
+            )
             if ran.returncode:
-                self._fail(case, "curl", Broken(ran.stderr.decode()))
+                self._fail(case, "curl", BrokenAnswerError(ran.stderr.decode()))
             else:
                 self._note(case, "curl", ran.stdout, [])
 
@@ -350,14 +361,12 @@ class Campaign:
                     else:
                         text = api.chat.completions.create(**case.body).choices[0].message.content or ""
                     self._note(case, "openai", self._expected[case.name] if text == TEXT else text.encode(), [])
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     self._fail(case, "openai", error)
 
     def read_by_anthropic(self) -> None:
         """Ask by Anthropic's client."""
-        with anthropic.Anthropic(
-            base_url=self.gateway.url, api_key="none", max_retries=0, timeout=PATIENCE_S
-        ) as api:
+        with anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as api:
             while not self.stops.is_set():
                 case = CASES[random.choice((6, 7))]
                 try:
@@ -368,7 +377,7 @@ class Campaign:
                     else:
                         text = api.messages.create(**fields).content[0].text  # type: ignore[union-attr]
                     self._note(case, "anthropic", self._expected[case.name] if text == TEXT else text.encode(), [])
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     self._fail(case, "anthropic", error)
 
     def readers(self, *, each: int) -> Iterator[Callable[[], None]]:
@@ -407,8 +416,11 @@ def num_jobs_of(url: str) -> int:
         after = f"&after={page['next']}"
 
 
-def run(kills: int, each: int, seed: int, *, fast: bool = False) -> dict[str, Any]:
-    """Run the campaign, and return what was measured and violated. `each`: readers of each kind."""
+def run(kills: int, each: int, seed: int, *, fast: bool = False, reloads: bool = False) -> dict[str, Any]:
+    """Run the campaign, and return what was measured and violated. `each`: readers of each kind.
+
+    `reloads`: restart the gateways by SIGHUP instead of killing them. Otherwise each tenth end is such a restart.
+    """
     random.seed(seed)
     folder = Path(tempfile.mkdtemp(prefix="penstock-kills-"))
     with RedisProcess(folder) as server:
@@ -425,7 +437,8 @@ def run(kills: int, each: int, seed: int, *, fast: bool = False) -> dict[str, An
             killed_s: list[float] = []
             for number in range(kills):
                 time.sleep(random.uniform(0.5, 1.5 if fast else 4.0))
-                killed_s.append(gateway.kill(guard=number % 5 == 4))
+                is_planned = reloads or (kills > 5 and number % 10 == 9)
+                killed_s.append(gateway.reload() if is_planned else gateway.kill(guard=number % 5 == 4))
                 gateway.wait_until_it_serves_again()
             campaign.stops.set()
             for thread in threads:
@@ -464,13 +477,14 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=4, help="of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fast", action="store_true", help="kill soon after each start")
+    parser.add_argument("--reloads", action="store_true", help="restart by SIGHUP instead of killing")
     parser.add_argument("--log", type=Path, help="file for the gateways' log")
     given = parser.parse_args()
-    found = run(given.kills, given.readers, given.seed, fast=given.fast)
+    found = run(given.kills, given.readers, given.seed, fast=given.fast, reloads=given.reloads)
     log = found.pop("log")
     if given.log:
         given.log.write_text("\n".join(log))
-    print(json.dumps(found, indent=2))  # noqa: T201
+    print(json.dumps(found, indent=2))
     if found["violations"] or found["jobs"] != found["requests_jobs"]:
         sys.exit("violated")
 

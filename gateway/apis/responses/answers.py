@@ -129,9 +129,7 @@ class ResponseEvents(EventSource):
         plan, held, generation = self._plan, self._held, self._plan.generation
         plan.keep = self.keep
         keeping = plan.keeping(is_stream=True, facts=held.facts())
-        async with open_jobs(
-            plan.client, generation, has_begun=lambda: writer.started, keeping=keeping
-        ) as jobs:
+        async with open_jobs(plan.client, generation, has_begun=lambda: writer.started, keeping=keeping) as jobs:
             (job,) = jobs
             await plan.learn_pool(job)
             writer.headers.update(plan.headers_of(jobs))
