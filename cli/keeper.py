@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Self
+from typing import NoReturn, Self
 
 from penstock.cli.processes import (
     BackOff,
@@ -229,11 +229,10 @@ async def start_gateway(supervisor: Supervisor, command: ChildCommand, keeper: C
 
 async def keep_gateway(
     supervisor: Supervisor, child: Child, command: ChildCommand, keeper: ConnectionKeeper | None, say: Say
-) -> None:
+) -> NoReturn:
     """Restart a gateway whenever it ends. With a keeper, its connections go over to the next one."""
     if keeper is None:
         await keep_child(supervisor, child, command, say)
-        return
     back_off, started_s = BackOff(first_pause_s=0.0, steady_s=STEADY_S), time.monotonic()
     while True:
         await child.ended()

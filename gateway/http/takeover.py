@@ -9,10 +9,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn._types import HTTPScope
 
 from penstock.contract.errors import InvariantError
 from penstock.gateway.http.protocol import BoundedHead
@@ -128,7 +129,7 @@ class Takeover:
             return
         scope = scope_of(record, protocol.server, protocol.client)
         app = partial(self._answer, slot, left)
-        keep = protocol.resume(scope, app, keep_alive=not (is_ahead or record["closes"]))
+        keep = protocol.resume(cast(HTTPScope, scope), app, keep_alive=not (is_ahead or record["closes"]))
         keep.take_over(slot, left, record, self._note_pause)
         self._metrics.takeovers.labels("continued").inc()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 from starlette.types import Message, Scope
@@ -125,7 +125,7 @@ class AnswerKeep:
             return
         if cycle.response_started or cycle.scope["http_version"] != "1.1" or cycle.scope["method"] == "HEAD":
             return
-        data = msgpack.packb({"scope": _scope_facts(cycle.scope), "closes": not cycle.keep_alive, **facts})
+        data = msgpack.packb({"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts})
         self._slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
             cycle.transport = KeptTransport(cycle.transport, slot, self)  # type: ignore[assignment]

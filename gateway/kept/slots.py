@@ -20,7 +20,6 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.runtime import crash_points
 
@@ -35,7 +34,6 @@ VERSION = 1
 FINAL, FAILED, WITHIN, CLOSES = 1, 2, 4, 8
 """Flags of a commit: all bytes of the answer are in it; its error event is; it ends within an event; the connection
 closes after the answer."""
-State = Literal[0, 1, 2, 3]
 EMPTY, IDLE, ANSWERING, LOST = 0, 1, 2, 3
 """States: no connection; no open answer; an answer with a record; an answer that can only be cut off."""
 _FIXED = struct.Struct("<IBBBBIIQQ")
@@ -220,7 +218,7 @@ class Slot:
         """Note how many gateways have died with this answer before they had gone on with it."""
         self._memory[self._base + _TAKEOVERS] = number
 
-    def clear(self, state: State = EMPTY) -> None:
+    def clear(self, state: int = EMPTY) -> None:
         """Remove the texts of the answer from the memory."""
         memory, base = self._memory, self._base
         memory[base + _STATE] = state

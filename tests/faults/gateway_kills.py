@@ -39,6 +39,8 @@ from tests.gateway.conftest import MODEL, EchoEngine, Stack
 TEXT = "A keeper holds the connection while its gateway is away; the answer goes on where it was. " * 2
 STEP_S = 0.02
 PATIENCE_S = 120.0
+NOTHING = 52
+"""curl's status for a connection that was closed without a byte."""
 _ID = re.compile(rb"(echo\.)?[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TIME = re.compile(rb'"(created|created_at|completed_at)":\d+')
 _WAITING = re.compile(rb": waiting[^\n]*\n\n?|event: ping\ndata: [^\n]*\n\n")
@@ -63,9 +65,23 @@ CASES = (
     Case("chat", "/v1/chat/completions", _chat(stream=True, stream_options={"include_usage": True})),
     Case("chat as NDJSON", "/v1/chat/completions", _chat(stream=True), accept="application/x-ndjson"),
     Case("whole chat", "/v1/chat/completions", _chat()),
-    Case("completion", "/v1/completions", {"model": MODEL, "prompt": TEXT, "stream": True, "logprobs": 1}),
-    Case("completions", "/v1/completions", {"model": MODEL, "prompt": [TEXT, TEXT[9:]], "stream": True}, num_jobs=2),
-    Case("whole completions", "/v1/completions", {"model": MODEL, "prompt": [TEXT, TEXT[9:]], "n": 2}, num_jobs=2),
+    Case(
+        "completion",
+        "/v1/completions",
+        {"model": MODEL, "prompt": TEXT, "max_tokens": 150, "stream": True, "logprobs": 1},
+    ),
+    Case(
+        "completions",
+        "/v1/completions",
+        {"model": MODEL, "prompt": [TEXT, TEXT[9:]], "max_tokens": 150, "stream": True},
+        num_jobs=2,
+    ),
+    Case(
+        "whole completions",
+        "/v1/completions",
+        {"model": MODEL, "prompt": [TEXT, TEXT[9:]], "max_tokens": 150, "n": 2},
+        num_jobs=2,
+    ),
     Case("message", "/v1/messages", _chat(stream=True, max_tokens=250)),
     Case("whole message", "/v1/messages", _chat(max_tokens=250)),
     Case("response", "/v1/responses", {"model": MODEL, "input": TEXT, "stream": True}),
@@ -109,6 +125,11 @@ class Reader:
         self._buffer = b""
         self.answer = Answer()
         self._last_s = time.monotonic()
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether a part of an answer has arrived."""
+        return bool(self._buffer)
 
     def close(self) -> None:
         self._connection.close()
@@ -226,16 +247,20 @@ def same(case: Case, one: bytes, other: bytes) -> bool:
     return bool(comparable(one) == comparable(other))
 
 
+def started(*words: str, **how: Any) -> subprocess.Popen[str]:
+    """Start an interpreter."""
+    return subprocess.Popen([sys.executable, *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
+
+
 class KeptGateway:
     """`penstock gateway --keep-connections` as a process, and its gateway, which is killed."""
 
-    def __init__(self, redis_url: str, **variables: str) -> None:
+    def __init__(self, redis_url: str, *, start: Callable[..., Any] = started, **variables: str) -> None:
+        """`start` starts a process by words of a command."""
         own = {"PORT": "0", "PROGRESS": "json", "KEEP_CONNECTIONS": "true", **variables}
         env = {f"PENSTOCK_GATEWAY_{name}": value for name, value in own.items()} | {"PENSTOCK_REDIS_URL": redis_url}
-        words = [sys.executable, "-m", "penstock", "gateway"]
-        self.process = subprocess.Popen(
-            words, env={**os.environ, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        # Without a terminal, SIGHUP restarts the gateway.
+        self.process = start("-m", "penstock", "gateway", env={**os.environ, **env}, stdin=subprocess.DEVNULL)
         self.log: list[str] = []
         self._serves_again = threading.Semaphore(0)
         assert self.process.stdout is not None
@@ -293,7 +318,7 @@ class Campaign:
         self._expected = expected
         self.stops = threading.Event()
         self.counts = Counter[str]()
-        self.num_jobs = 0
+        self.num_jobs = self.num_closed = 0
         self.violations: list[str] = []
         self.gaps: list[tuple[float, float]] = []
         self._lock = threading.Lock()
@@ -312,8 +337,12 @@ class Campaign:
                 expected = comparable(self._expected[case.name])
                 self.violations.append(f"{case.name} / {reader}: {comparable(body)} instead of {expected}")
 
-    def _fail(self, case: Case, reader: str, error: Exception) -> None:
+    def _fail(self, case: Case, reader: str, error: Exception, *, got_nothing: bool = False) -> None:
+        """Note a failure. With `got_nothing`, the gateway died before the request had a record, and so a job."""
         with self._lock:
+            if got_nothing:
+                self.num_closed += 1
+                return
             self.num_jobs += case.num_jobs
             self.violations.append(f"{case.name} / {reader}: {error!r}")
 
@@ -329,7 +358,7 @@ class Campaign:
                         raise BrokenAnswerError(f"{answer.head!r} {answer.body[:300]!r}")
                     self._note(case, kind, answer.body, answer.gaps)
                 except (BrokenAnswerError, OSError, ValueError) as error:
-                    self._fail(case, kind, error)
+                    self._fail(case, kind, error, got_nothing=not reader.answer.head and not reader.has_bytes)
                     break
                 if self.stops.is_set():
                     break
@@ -345,13 +374,14 @@ class Campaign:
                 [*words, *(["-H", f"Accept: {case.accept}"] if case.accept else [])], capture_output=True
             )
             if ran.returncode:
-                self._fail(case, "curl", BrokenAnswerError(ran.stderr.decode()))
+                error = BrokenAnswerError(ran.stderr.decode())
+                self._fail(case, "curl", error, got_nothing=ran.returncode == NOTHING)
             else:
                 self._note(case, "curl", ran.stdout, [])
 
     def read_by_openai(self) -> None:
         """Ask by OpenAI's client, which knows nothing of event ids, and must see no reason to ask again."""
-        with openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as api:
+        with openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", timeout=PATIENCE_S) as api:
             while not self.stops.is_set():
                 case = CASES[random.choice((0, 2))]
                 try:
@@ -366,7 +396,7 @@ class Campaign:
 
     def read_by_anthropic(self) -> None:
         """Ask by Anthropic's client."""
-        with anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as api:
+        with anthropic.Anthropic(base_url=self.gateway.url, api_key="none", timeout=PATIENCE_S) as api:
             while not self.stops.is_set():
                 case = CASES[random.choice((6, 7))]
                 try:
@@ -460,6 +490,7 @@ def run(kills: int, each: int, seed: int, *, fast: bool = False, reloads: bool =
         "counts": dict(sorted(campaign.counts.items())),
         "jobs": jobs,
         "requests_jobs": campaign.num_jobs,
+        "closed_without_a_byte_and_a_job": campaign.num_closed,
         "violations": campaign.violations,
         "pauses": len(pauses),
         "pause_p50_s": round(statistics.median(pauses), 2) if pauses else None,
