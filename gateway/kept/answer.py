@@ -39,20 +39,25 @@ def _nothing() -> None:
     pass
 
 
+def _count_nothing(counter: int, events: bytes) -> None:
+    pass
+
+
 class KeptTransport:
     """Writes an answer to its connection, and into its slot before."""
 
-    __slots__ = ("_answer", "_slot", "_transport", "_write")
+    __slots__ = ("_answer", "_num_waiting", "_put", "_transport", "_write")
 
     def __init__(self, transport: Any, slot: Slot, answer: AnswerKeep) -> None:
         self._transport = transport
         self._write = transport.write
-        self._slot = slot
+        self._num_waiting = transport.get_write_buffer_size
+        self._put = slot.put
         self._answer = weakref.ref(answer)
 
     def write(self, data: bytes) -> None:
         """Note and write the answer's next bytes."""
-        if not self._slot.put(data, self._transport.get_write_buffer_size()):
+        if not self._put(data, self._num_waiting()):
             if (answer := self._answer()) is not None:
                 answer.give_up("too_many_bytes")
             self._write(data)
@@ -77,6 +82,8 @@ class AnswerKeep:
         self._cycle = cycle
         self._send = cycle.send
         self._slot: Slot | None = None
+        self.count: Callable[[int, bytes], None] = _count_nothing
+        """Counts events of a job that are written next. Only while not `is_behind`."""
         self._behind: list[int] = []
         """Of an answer that was taken over: event bytes of each job that the client has, and their checksums."""
         self._replayed: list[int] = []
@@ -94,6 +101,7 @@ class AnswerKeep:
     def take_over(self, slot: Slot, left: Left, record: Mapping[str, Any], on_first_bytes: Callable[[], None]) -> None:
         """Go on with the answer of an earlier gateway. `on_first_bytes` is called with its first new bytes."""
         self._slot, self.record, self._on_first_bytes = slot, record, on_first_bytes
+        self.count = slot.count
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS
         self._behind = [*left.counters]
         self._replayed = [0] * len(self._behind)
@@ -128,6 +136,7 @@ class AnswerKeep:
         data = msgpack.packb({"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts})
         self._slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
+            self.count = slot.count
             cycle.transport = KeptTransport(cycle.transport, slot, self)  # type: ignore[assignment]
 
     def add(self, facts: Mapping[str, Any]) -> None:
@@ -139,13 +148,8 @@ class AnswerKeep:
         """Let the answer end with this gateway, because its slot has no room."""
         if self._slot is not None:
             self._connection.give_up(self._slot, reason)
-            self._slot = None
+            self._slot, self.count = None, _count_nothing
             self._cycle.transport = self._connection.transport
-
-    def count(self, counter: int, events: bytes) -> None:
-        """Count events that are written next. Only while not `is_behind`."""
-        if self._slot is not None:
-            self._slot.count(counter, events)
 
     def split(self, counter: int, events: bytes) -> tuple[bytes, bytes]:
         """Split events into those that the client has, and new ones, which are counted.
@@ -229,7 +233,7 @@ class AnswerKeep:
 
     def release(self) -> None:
         """Let the slot go, and forget the cycle, which otherwise would be left to the garbage collector."""
-        self._slot = None
+        self._slot, self.count = None, _count_nothing
         self._cycle.__dict__.pop("send", None)
         self._cycle.transport = self._connection.transport
 

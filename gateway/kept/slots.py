@@ -85,7 +85,9 @@ class Slot:
         "_highest",
         "_memory",
         "_room",
+        "_pack",
         "_selector",
+        "_selector_at",
         "_start",
         "_used",
         "counters",
@@ -107,7 +109,8 @@ class Slot:
         self._commit = struct.Struct(_COMMIT + _COUNTER * num_counters)
         first = self._base + _FIXED.size
         self._commits = (first, first + self._commit.size)
-        self._selector = 0
+        self._pack = self._commit.pack_into
+        self._selector, self._selector_at = 0, self._base + _SELECTOR
         self._start = self._used = 0
         self.total = self.status = self.flags = 0
         self.counters = [0] * (2 * num_counters)
@@ -155,35 +158,38 @@ class Slot:
 
         `num_waiting`: bytes of the connection that the kernel has not taken.
         """
-        memory, size = self._memory, len(data)
+        memory, size, total = self._memory, len(data), self.total
         if not num_waiting:
-            self._start, self._used = self.total, 0
-        if self._used + size > self._room and not self._move(num_waiting, size):
-            return False
-        end = self._at + self._used
+            self._start, end, used = total, self._at, size
+        else:
+            end, used = self._at + self._used, self._used + size
+        if used > self._room:
+            if not self._move(num_waiting, size):
+                return False
+            end, used = self._at + self._used, self._used + size
         memory[end : end + size] = data
         crash_points.point("between", "ring and commit")
-        self._used += size
-        self.total += size
+        self._used, self.total = used, total + size
         if end + size > self._highest:
             self._highest = end + size
-        self._selector ^= 1
-        self._commit.pack_into(
+        self._selector = selector = 1 - self._selector
+        place = self._at - self._base
+        self._pack(
             memory,
-            self._commits[self._selector],
-            self.total,
+            self._commits[selector],
+            total + size,
             self._start,
-            self._at - self._base,
+            place,
             self.status,
             self.flags,
             *self.counters,
         )
-        memory[self._base + _SELECTOR] = self._selector
+        memory[self._selector_at] = selector
         return True
 
     def _move(self, num_waiting: int, size: int) -> bool:
         """Let the ring go on in the other half, with the bytes that still wait. Return whether both have room there."""
-        num_waiting = min(num_waiting, self._used)
+        num_waiting = min(num_waiting, self._used) if num_waiting else 0
         is_first = self._at < self._base + _HALF
         at = self._base + (_HALF if is_first else self._record_end())
         room = _HALF if is_first else self._base + _HALF - at

@@ -118,7 +118,7 @@ STREAMS: dict[str, tuple[Dialect, AnswerHead]] = {
 def resumed_at(counters: Sequence[int], total: int, flags: int = 0) -> AnswerKeep:
     slot = Slot(mmap.mmap(-1, SLOT_BYTES), 0)
     slot.begin(b"", len(counters) // 2, num_before=0, num_read=0)
-    cycle: Any = SimpleNamespace(send=None, transport=SimpleNamespace(write=None))
+    cycle: Any = SimpleNamespace(send=None, transport=SimpleNamespace(write=None, get_write_buffer_size=None))
     keep = AnswerKeep(cycle, cycle)
     left = Left(1, 2, False, 0, b"", 0, 0, total=total, flags=flags, counters=tuple(counters))
     keep.take_over(slot, left, {}, lambda: None)
