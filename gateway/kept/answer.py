@@ -133,7 +133,9 @@ class AnswerKeep:
             return
         if cycle.response_started or cycle.scope["http_version"] != "1.1" or cycle.scope["method"] == "HEAD":
             return
-        data = msgpack.packb({"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts})
+        data = msgpack.packb(
+            {"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts}
+        )
         self._slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
             self.count = slot.count

@@ -84,8 +84,8 @@ class Slot:
         "_commits",
         "_highest",
         "_memory",
-        "_room",
         "_pack",
+        "_room",
         "_selector",
         "_selector_at",
         "_start",
@@ -175,14 +175,7 @@ class Slot:
         self._selector = selector = 1 - self._selector
         place = self._at - self._base
         self._pack(
-            memory,
-            self._commits[selector],
-            total + size,
-            self._start,
-            place,
-            self.status,
-            self.flags,
-            *self.counters,
+            memory, self._commits[selector], total + size, self._start, place, self.status, self.flags, *self.counters
         )
         memory[self._selector_at] = selector
         return True

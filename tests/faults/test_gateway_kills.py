@@ -14,7 +14,6 @@ import httpx
 import pytest
 from faults.gateway_kills import CASES, Answer, Case, KeptGateway, Reader, num_jobs_of, run, same, undisturbed
 
-from penstock.gateway.kept.slots import MAX_RECORD_BYTES
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 HELD_AFTER = 30
@@ -101,17 +100,6 @@ def test_open_answers_go_on_at_the_next_gateway_byte_for_byte(held: Held, ends_b
     log = "\n".join(gateway.log)
     assert [log.count(found_id[1].decode()) for found_id in ids if found_id] == [1] * len(CASES)
     assert "Traceback" not in log and '"level": "ERROR"' not in log
-
-
-def test_an_answer_whose_record_is_too_large_is_served_and_counted(held: Held) -> None:
-    function = {"name": "f", "description": "x" * MAX_RECORD_BYTES}
-    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "none"}
-    reader = Reader(held.gateway.port, at_once=1 << 16)
-    answer = reader.ask(Case("large", CASES[2].path, {**CASES[2].body, **tools}), closes=True)
-    assert same(CASES[2], answer.body, held.expected[CASES[2].name])
-    reader.close()
-    text = httpx.get(f"{held.gateway.url}/metrics", timeout=60).text
-    assert 'penstock_http_unkept_answers_total{reason="large_record"} 1.0' in text
 
 
 @pytest.mark.slow
