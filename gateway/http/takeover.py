@@ -28,7 +28,7 @@ logger = logging.getLogger("penstock.gateway")
 SURVIVED_S = 2.0
 """An answer that was taken over for so many seconds is not the kind that kills its gateway."""
 TURN_S = 0.25
-"""Seconds for which an answer whose takeover has killed a gateway is alone, to show whether it was that one."""
+"""Seconds for which an answer is alone whose takeover may have killed a gateway, to show whether it did."""
 MAX_ADOPTED_AT_ONCE = 64
 _END_OF_CHUNKS = b"0\r\n\r\n"
 

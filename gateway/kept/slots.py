@@ -37,8 +37,8 @@ closes after the answer."""
 EMPTY, IDLE, ANSWERING, LOST = 0, 1, 2, 3
 """States: no connection; no open answer; an answer with a record; an answer that can only be cut off."""
 _FIXED = struct.Struct("<IBBBBIIQQ")
-"""Version, state, which commit holds, whether requests were read ahead, takeovers, counters, record bytes, bytes that
-the kernel had taken when the answer began, bytes that were read of the connection."""
+"""Version, state, which commit holds, whether requests were read ahead, takeovers, counters, and bytes: of the record,
+those that the kernel had taken when the answer began, and those that were read of the connection."""
 _STATE, _SELECTOR, _AHEAD, _TAKEOVERS, _RECORD_BYTES, _READ = 4, 5, 6, 7, 12, 24
 _COMMIT = "<QQIHB"
 """Bytes of the answer so far, the number of the ring's first byte, its place, the status, and flags."""
