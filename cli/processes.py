@@ -347,11 +347,11 @@ Say = Callable[[str], None]
 class BackOff:
     """Exponential backoff for the restarts of one child. A steady run resets the pause."""
 
-    def __init__(self, *, first_pause_s: float = FIRST_PAUSE_S, steady_s: float = STEADY_S) -> None:
-        """`first_pause_s`: 0 to start again at once first. `steady_s`: how long a steady run lasts."""
-        self._first_pause_s = first_pause_s
-        self._steady_s = steady_s
-        self._pause_s = first_pause_s
+    def __init__(self, *, first_pause_s: float | None = None, steady_s: float | None = None) -> None:
+        """`first_pause_s`: FIRST_PAUSE_S by default; 0 to start again at once first. `steady_s`: as STEADY_S."""
+        self._first_pause_s = FIRST_PAUSE_S if first_pause_s is None else first_pause_s
+        self._steady_s = STEADY_S if steady_s is None else steady_s
+        self._pause_s = self._first_pause_s
 
     def pause_s(self, ran_s: float) -> float:
         """Return the seconds to wait before the next start. `ran_s`: seconds that the child ran before it ended."""
