@@ -57,12 +57,8 @@ class KeptTransport:
 
     def write(self, data: bytes) -> None:
         """Note and write the answer's next bytes."""
-        if not self._put(data, self._num_waiting()):
-            if (answer := self._answer()) is not None:
-                answer.give_up("too_many_bytes")
-            self._write(data)
-            return
-        crash_points.point("between", "commit and write")
+        if not self._put(data, self._num_waiting()) and (answer := self._answer()) is not None:
+            answer.give_up("too_many_bytes")
         self._write(data)
 
     def close(self) -> None:
@@ -87,8 +83,8 @@ class AnswerKeep:
         self._behind: list[int] = []
         """Of an answer that was taken over: event bytes of each job that the client has, and their checksums."""
         self._replayed: list[int] = []
-        self._num_behind = 0
-        """Jobs of which the client has more than was encoded so far."""
+        self.num_behind = 0
+        """Jobs of which the client has more than was encoded so far. It is read for each event."""
         self._swallows_head = False
         self.was_within_event = False
         """Whether the bytes that the client has end within an event."""
@@ -105,7 +101,7 @@ class AnswerKeep:
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS
         self._behind = [*left.counters]
         self._replayed = [0] * len(self._behind)
-        self._num_behind = sum(count > 0 for count in self._behind[::2])
+        self.num_behind = sum(count > 0 for count in self._behind[::2])
         slot.counters = [*left.counters]
         self._swallows_head = left.total > 0
         self.was_within_event = bool(left.flags & WITHIN)
@@ -124,7 +120,7 @@ class AnswerKeep:
     @property
     def is_behind(self) -> bool:
         """Whether the client has more of the answer than was encoded so far."""
-        return self._num_behind > 0
+        return self.num_behind > 0
 
     def begin(self, facts: Mapping[str, Any], num_counters: int = 1) -> None:
         """Note the record of a new answer, before its jobs are submitted. An answer that cannot be kept is counted."""
@@ -159,7 +155,7 @@ class AnswerKeep:
         Raises StreamDivergedError if the client has other ones.
         """
         at = 2 * counter
-        left = self._behind[at] - self._replayed[at] if self._num_behind else 0
+        left = self._behind[at] - self._replayed[at] if self.num_behind else 0
         if left <= 0:
             self.count(counter, events)
             return b"", events
@@ -169,8 +165,8 @@ class AnswerKeep:
         if self._replayed[at] == self._behind[at]:
             if self._replayed[at + 1] != self._behind[at + 1]:
                 raise StreamDivergedError("the log of the job is no longer the one from which its stream was sent")
-            self._num_behind -= 1
-            if not self._num_behind:
+            self.num_behind -= 1
+            if not self.num_behind:
                 self._go_on()
             if new:
                 self.count(counter, new)

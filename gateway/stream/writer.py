@@ -244,12 +244,8 @@ class EventWriter:
     @property
     def is_ready(self) -> bool:
         """Whether `write_now` may be called: the response has begun, and the client keeps up."""
-        return (
-            self.started
-            and self._body is not None
-            and self._body.is_ready
-            and (self._keep is None or not self._keep.is_behind)
-        )
+        keep = self._keep
+        return self.started and self._body is not None and self._body.is_ready and (keep is None or not keep.num_behind)
 
     async def begin(self) -> None:
         """Send the head of the response, unless it has begun."""
