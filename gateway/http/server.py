@@ -26,6 +26,8 @@ ARRIVING_S = 2.0
 """Seconds that a gateway waits, before it leaves its answers to a successor, for bodies that arrive."""
 CUT_OFF_S = 1.0
 """Seconds after that for the answers that no successor can go on with: they end with an error."""
+READ_S = 0.1
+"""Seconds for reading what has arrived on connections that were just accepted."""
 _POLL_S = 0.02
 
 
@@ -97,6 +99,8 @@ class GatewayServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         self._note_stop()
+        # What has arrived, and was not read yet, must not pass for an idle connection: closing would reset it.
+        await asyncio.sleep(READ_S)
         for connection in [*self.server_state.connections]:
             if not isinstance(connection, BoundedHead):
                 connection.shutdown()  # A WebSocket tells its client to come back.

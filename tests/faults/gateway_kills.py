@@ -264,7 +264,8 @@ class KeptGateway:
         self.log: list[str] = []
         self._serves_again = threading.Semaphore(0)
         assert self.process.stdout is not None
-        threading.Thread(target=self._read_log, daemon=True).start()
+        self._listener = threading.Thread(target=self._read_log, daemon=True)
+        self._listener.start()
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError("\n".join(self.log))
@@ -308,6 +309,9 @@ class KeptGateway:
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(PATIENCE_S)
+        self._listener.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            pipe.close()
 
 
 class Campaign:
