@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.errors import ErrorShapes
 from penstock.gateway.http.middleware.drain import Drain
@@ -15,6 +16,9 @@ from penstock.gateway.kept.answer import MAX_TAKEOVERS, AnswerKeep, keep_of, off
 from penstock.gateway.kept.connection import KeptConnection
 from penstock.gateway.kept.slots import FINAL, MAX_COUNTERS, MAX_RECORD_BYTES, SLOT_BYTES, WITHIN, Left, Slot
 from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.request.generation import GenerationRequest
+from penstock.gateway.request.jobs import Keeping, open_jobs
+from penstock.producer.parsed_body import ParsedBody
 
 
 class FakeKeep:
@@ -155,3 +159,18 @@ async def test_an_answer_that_killed_two_gateways_ends_with_an_error():
     assert b"gateway_stopped" in body["body"] and not body["more_body"]
     cycle, keep = taken_over(WITHIN, takeovers=MAX_TAKEOVERS)
     assert await drained(cycle) == [] and keep.was_within_event
+
+
+async def test_an_answer_whose_job_was_not_submitted_is_refused_so_that_its_client_repeats_it():
+    _, keep = taken_over(total=0)
+    keep.record = {"job_ids": ["pool.one"]}
+
+    async def attach(job_id: str, **_: Any) -> None:
+        raise NotFoundError(f"no job {job_id}", code="job_not_found")
+
+    client: Any = SimpleNamespace(attach=attach)
+    generation = GenerationRequest(ParsedBody("m", ["a"]))
+    with pytest.raises(UnavailableError) as refused:
+        async with open_jobs(client, generation, keeping=Keeping(keep)):
+            raise AssertionError
+    assert (refused.value.code, refused.value.status) == ("gateway_stopped", 503)
