@@ -8,6 +8,7 @@
 #   make language    what breaks the language rules, and what they advise, file by file; LANGUAGE="gpu_node --rule long"
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
+#   make kills       gateways with a keeper are killed while unmodified clients read; KILLS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
@@ -62,7 +63,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows
+.PHONY: kills demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -131,6 +132,9 @@ flows: $(STAMP)
 
 channels: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.channels $(CHANNELS)
+
+kills: $(STAMP)
+	PYTHONPATH=tests:ops:. PYTHONSAFEPATH=1 $(BIN)/python -m faults.gateway_kills $(KILLS)
 
 webhooks: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.webhooks $(WEBHOOKS)

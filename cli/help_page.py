@@ -101,7 +101,7 @@ _GATEWAY: Mapping[str, tuple[str, ...]] = {
     ),
     "Times": (
         *("body_timeout_s", "first_chunk_wait_s", "keep_alive_s", "send_timeout_s", "response_retention_s"),
-        *("idle_connection_s", "drain_s"),
+        *("idle_connection_s", "drain_s", "keep_connections"),
     ),
     "Webhooks": (
         *("webhook_allow_http", "webhook_allowed_networks", "webhook_timeout_s", "webhook_in_flight"),

@@ -125,6 +125,8 @@ class ChildCommand:
     """Seconds that it gets if a second signal ends the command: a node gives its jobs back in that time."""
     cpus: tuple[int, ...] = ()
     """The CPUs that it stays on; empty: all."""
+    descriptors: tuple[int, ...] = ()
+    """The descriptors that it inherits, under the same numbers."""
 
 
 class Child:
@@ -255,6 +257,8 @@ class Supervisor:
         self._sink = sink
         self._env = env or {}
         self._children: list[Child] = []
+        self.before_stop: list[Callable[[], None]] = []
+        """Called before the first child is asked to end."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -263,6 +267,8 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         try:
+            for call in self.before_stop:
+                call()
             while self._children:
                 _, group = next(groupby(reversed(self._children), key=lambda child: child.group))
                 stopping = list(group)
@@ -288,12 +294,13 @@ class Supervisor:
     async def start(self, command: ChildCommand) -> Child:
         """Start a child and return it without waiting until it is ready."""
         process = await asyncio.create_subprocess_exec(
-            *guarded([*command.argv], grace_s=command.grace_s, cpus=command.cpus),
+            *guarded([*command.argv], grace_s=command.grace_s, cpus=command.cpus, descriptors=command.descriptors),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **self._env, **command.env},
             limit=_MAX_LINE_BYTES,
+            pass_fds=command.descriptors,
             start_new_session=True,
         )
         child = Child(command, process, self._sink)
@@ -340,14 +347,17 @@ Say = Callable[[str], None]
 class BackOff:
     """Exponential backoff for the restarts of one child. A steady run resets the pause."""
 
-    def __init__(self) -> None:
-        self._pause_s = FIRST_PAUSE_S
+    def __init__(self, *, first_pause_s: float | None = None, steady_s: float | None = None) -> None:
+        """`first_pause_s`: FIRST_PAUSE_S by default; 0 to start again at once first. `steady_s`: as STEADY_S."""
+        self._first_pause_s = FIRST_PAUSE_S if first_pause_s is None else first_pause_s
+        self._steady_s = STEADY_S if steady_s is None else steady_s
+        self._pause_s = self._first_pause_s
 
     def pause_s(self, ran_s: float) -> float:
         """Return the seconds to wait before the next start. `ran_s`: seconds that the child ran before it ended."""
-        if ran_s >= STEADY_S:
-            self._pause_s = FIRST_PAUSE_S
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        if ran_s >= self._steady_s:
+            self._pause_s = self._first_pause_s
+        pause_s, self._pause_s = self._pause_s, min(max(2 * self._pause_s, FIRST_PAUSE_S), MAX_PAUSE_S)
         return pause_s
 
 

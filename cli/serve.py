@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
+from penstock.cli.keeper import ConnectionKeeper, keep_gateway, on_hangup, start_gateway
 from penstock.cli.option_words import show_all
 from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
 from penstock.cli.output import write_line
@@ -202,7 +203,7 @@ GATEWAY_START_TIMEOUT_S = 60.0
 PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
 _OF_NODE = tuple(name for name in NodeSettings.model_fields if name not in ("model", "redis_url"))
-_OF_GATEWAY = tuple(name for name in GatewaySettings.model_fields if name != "redis_url")
+_OF_GATEWAY = tuple(name for name in GatewaySettings.model_fields if name not in ("redis_url", "keep_connections"))
 _ONLY_OF_GATEWAY = tuple(name for name in _OF_GATEWAY if name not in _OF_NODE)
 """A setting of both has one option, which is for both."""
 _SHORT_HELP = frozenset(
@@ -399,7 +400,12 @@ async def _serve(
     async with Supervisor(relay_of(logs), {**log_variables(logs), **shared}) as supervisor:
         # Counted meanwhile, before the node has taken any of them.
         command = gateway_command(redis_url, arguments=of_gateway, drain_s=gateway.drain_s)
-        started = start_all(supervisor, redis_url, model, nodes, command)
+        keeper = await ConnectionKeeper.open(gateway.host, gateway.port)
+        if keeper is not None:
+            # Before the gateway is asked to end: connections must not wait for one that does not come.
+            supervisor.before_stop.append(keeper.close)
+            on_hangup(keeper.leave)
+        started = start_all(supervisor, redis_url, model, nodes, command, keeper)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         if server is not None:
             note_gateway(RedisSettings.load().runtime_dir, redis_url, ready[1]["url"])
@@ -407,10 +413,12 @@ async def _serve(
         _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
-        commands = (*nodes, replace(command, argv=(*command.argv, "--port", port)))
+        command = replace(command, argv=(*command.argv, "--port", port))
+        *children, door = supervisor.children
         async with asyncio.TaskGroup() as keepers:
-            for child, command in zip(supervisor.children, commands, strict=True):
-                keepers.create_task(keep_child(supervisor, child, command, _log.warning))
+            for child, of_node in zip(children, nodes, strict=True):
+                keepers.create_task(keep_child(supervisor, child, of_node, _log.warning))
+            keepers.create_task(keep_gateway(supervisor, door, command, keeper, _log.warning))
             if isinstance(server, EmbeddedRedis):
                 keepers.create_task(keep_redis(server, _log.warning))
             elif server is not None:
@@ -460,14 +468,19 @@ def _say_what_ends(redis_url: str) -> None:
 
 
 async def start_all(
-    supervisor: Supervisor, redis_url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand
+    supervisor: Supervisor,
+    redis_url: str,
+    model: str,
+    nodes: Sequence[ChildCommand],
+    gateway: ChildCommand,
+    keeper: ConnectionKeeper | None = None,
 ) -> tuple[Event, Event]:
     """Start nodes and a gateway, show the progress, and return the ready events of the first ready node and of it."""
     progress = LoadingProgress(_log, pool_of_model(model))
     shown = replace(nodes[0], on_progress=progress.update)
     children = [await supervisor.start(command) for command in (shown, *nodes[1:])]
     # The gateway starts last and so stops first: no request arrives while the node returns its jobs to the queue.
-    door = await supervisor.start(gateway)
+    door = await start_gateway(supervisor, gateway, keeper)
     async with progress.shown():
         return await asyncio.gather(first_ready(children), door.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
 

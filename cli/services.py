@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -16,9 +17,10 @@ from typing import Annotated, Any, get_args
 import typer
 
 from penstock.cli.demo_model import SAMPLING, default_model, is_demo
+from penstock.cli.keeper import run_kept_gateway
 from penstock.cli.options import Problems, docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
-from penstock.cli.processes import node_command
+from penstock.cli.processes import gateway_command, node_command
 from penstock.cli.replicas import Replica, replicas_of, run_replicas
 from penstock.contract.errors import ConfigError, ConflictError, PenstockError
 from penstock.contract.problems import joined
@@ -27,6 +29,7 @@ from penstock.gateway.settings import GatewaySettings, given_records
 from penstock.gpu_node.gpus import this_machine, version_of
 from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, check_model, engine_config
 from penstock.runtime import event_loop
+from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.settings import KeySettings, pool_urls, redis_url_of
@@ -194,6 +197,16 @@ def gateway(**given: Any) -> None:
     url = redis_url_of(given["redis_url"])
     settings = GatewaySettings.load(**given | {"redis_url": url})
     configure_logging(logs)
+    if settings.keep_connections and Inherited.of_environment() is None:
+        # Arguments are visible to all users of a machine, variables are not.
+        words = words_of(
+            {name: value for name, value in given.items() if name not in ("redis_url", "api_key")}, GATEWAY_FLAGS
+        )
+        command = gateway_command(url, arguments=words, drain_s=settings.drain_s)
+        if given["api_key"] is not None:
+            command = replace(command, env={**command.env, GatewaySettings.variable_of("api_key"): given["api_key"]})
+        run_kept_gateway(command, settings, logs)
+        return
     if settings.first_key_file is not None:
         _make_first_key(url, settings.first_key_file)
     if settings.api_key is not None:

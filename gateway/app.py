@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
-import os
 import resource
 import signal
 import socket
@@ -49,11 +47,13 @@ from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.middleware.access_log import AccessLog, log_unparsed
 from penstock.gateway.http.middleware.cors import Cors, allows_any_page, check_origins
-from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.http.middleware.drain import END_GRACE_S, Drain
 from penstock.gateway.http.middleware.request_forms import HeadRequests, PlainPaths, SubprotocolKey
 from penstock.gateway.http.middleware.traces import TRACE_HEADER, TracedRequests
 from penstock.gateway.http.protocol import head_with_sockets
+from penstock.gateway.http.server import GatewayServer
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
+from penstock.gateway.kept.connection import Keep
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.open_feeds import OpenFeeds
 from penstock.gateway.redis_watch import REFUSING, RedisWatch
@@ -76,10 +76,10 @@ from penstock.producer.files.storage import FilesSettings
 from penstock.queue.broker.producer import ServedPool
 from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
+from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
 from penstock.runtime.redis_source import tell_redis_source
-from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
@@ -203,8 +203,6 @@ MAX_KEPT_REQUESTS_MIB = 64
 """MiB of requests that a gateway keeps for submitting open jobs again that Redis lost (`max_kept_mib` of a client)."""
 MAX_RESULT_WAIT_S = 30.0
 """Seconds that an answer waits for that memory. After that, it is refused with a 503."""
-PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
-"""Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
 
 def _client_of(settings: GatewaySettings) -> AsyncClient:
@@ -370,42 +368,6 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
         )
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that can print its URL to stdout and cuts off open answers at the end of the drain.
-
-    With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
-    """
-
-    def __init__(self, config: uvicorn.Config, *, drain_s: float, gateway: Gateway) -> None:
-        super().__init__(config)
-        self._drain_s = drain_s
-        self._gateway = gateway
-        self._manager = ServiceManager.of_environment()
-        self._feeding: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        if os.environ.get(PROGRESS_VARIABLE) == "json":
-            print(json.dumps({"event": "ready", "url": url}), flush=True)  # noqa: T201
-        self._manager.ready(f"listens on {url}")
-        self._feeding = asyncio.create_task(self._manager.feed(), name="penstock watchdog")
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._manager.stopping()
-        self._gateway.stopping.set()
-        self._gateway.client.servers.note_stop()
-        # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
-        end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
-        try:
-            await super().shutdown(sockets)
-        finally:
-            end.cancel()
-            if self._feeding is not None:
-                self._feeding.cancel()
-
-
 MAX_CONNECTIONS_PERCENT = 87
 """Percent of the open files that the system allows. The rest is for Redis, the log and the parser process."""
 MIN_OTHER_FILES = 32
@@ -424,15 +386,17 @@ def max_connections_of(settings: GatewaySettings) -> int:
     return max(1, min(max_files * MAX_CONNECTIONS_PERCENT // 100, max_files - MIN_OTHER_FILES))
 
 
-def make_server(settings: GatewaySettings) -> uvicorn.Server:
-    """Return the server of one gateway process. It is not started yet."""
+def make_server(settings: GatewaySettings, keep: Keep | None = None) -> uvicorn.Server:
+    """Return the server of one gateway process. It is not started yet. `keep`: what holds its connections, too."""
     gateway = create_gateway(settings)
+    if keep is not None:
+        gateway.metrics.watch_keep(keep)
     sockets = (route.path for route in gateway.app.routes if isinstance(route, WebSocketRoute))
     config = uvicorn.Config(
         gateway.app,
         host=settings.host,
         port=settings.port,
-        http=head_with_sockets(sockets, partial(log_unparsed, gateway.metrics)),
+        http=head_with_sockets(sockets, partial(log_unparsed, gateway.metrics), keep),
         ws=BoundedSocket,
         ws_max_size=settings.max_body_bytes,
         ws_ping_interval=PING_INTERVAL_S,
@@ -447,7 +411,12 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,
     )
-    return _Server(config, drain_s=settings.drain_s, gateway=gateway)
+
+    def note_stop() -> None:
+        gateway.stopping.set()
+        gateway.client.servers.note_stop()
+
+    return GatewayServer(config, drain_s=settings.drain_s, note_stop=note_stop, metrics=gateway.metrics, keep=keep)
 
 
 def run(settings: GatewaySettings) -> None:
@@ -458,22 +427,26 @@ def run(settings: GatewaySettings) -> None:
     """
     keep_large_blocks_apart()
     offer_stacks()
-    settings = asyncio.run(_checked_at_start(settings))
-    server = make_server(settings)
+    inherited = Inherited.of_environment()
+    settings = asyncio.run(_checked_at_start(settings, has_listener=inherited is not None))
+    keep = None if inherited is None else Keep(inherited)
+    server = make_server(settings, keep)
+    sockets = None if inherited is None else [socket.socket(fileno=number) for number in inherited.listeners]
     freeze_gc()
     make_full_collections_rare()
     # After the drain, uvicorn sends itself the signal that it received. Supervisors call an end by SIGTERM a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
-        server.run()
+        server.run(sockets)
 
 
-async def _checked_at_start(settings: GatewaySettings) -> GatewaySettings:
+async def _checked_at_start(settings: GatewaySettings, *, has_listener: bool) -> GatewaySettings:
     """Check that the address is free and Redis answers. Return the settings that fit the API keys in Redis.
 
     This runs before uvicorn starts, because uvicorn would print its own start-up errors and hide the cause.
     """
-    await check_address(settings.host, settings.port)
+    if not has_listener:
+        await check_address(settings.host, settings.port)
     async with _client_of(settings) as client:
         await client.warn_of_eviction()
         if allows_any_page(settings.cors_origins) and are_required(await client.api_keys()):

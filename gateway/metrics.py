@@ -30,6 +30,7 @@ from penstock.contract.output import Chunk
 from penstock.contract.pool import EVENTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
+from penstock.gateway.kept.connection import Keep
 from penstock.gateway.open_feeds import OpenFeeds
 from penstock.gateway.redis_watch import MAX_TENANTS, RedisWatch
 from penstock.gateway.request_line import FAILED, line_of_request
@@ -168,6 +169,7 @@ CLIENT_COUNTERS = {
     "histories": "Times that Redis had a new history: after a restart, a fail-over or a restore.",
 }
 
+_PAUSE_SECONDS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 15.0, 30.0)
 _OFFSET = "Seconds by which the clock of Redis is ahead of this machine's."
 _CODES_FROM_THE_START = ("no_node", "stream_diverged")
 """Errors that are counted from 0, because alerts watch for their first occurrence."""
@@ -204,7 +206,24 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        text = "Connections of an earlier gateway that this one took over: continued, complete, idle or closed."
+        self.takeovers = Counter("penstock_http_takeovers", text, ("outcome",), registry=registry)
+        self.takeover_pause_s = Histogram(
+            "penstock_http_takeover_pause_seconds",
+            "Seconds from the end of a gateway to the first new bytes of an answer at its successor.",
+            buckets=_PAUSE_SECONDS,
+            registry=registry,
+        )
+        text = "Connections that outlive this gateway, because its keeper holds them too."
+        self.kept_connections = Gauge("penstock_http_kept_connections", text, registry=registry)
+        text = "Answers that end with this gateway, because they could not be kept, by reason."
+        self.unkept = Counter("penstock_http_unkept_answers", text, ("reason",), registry=registry)
         self.recent_first_token, self.recent_token = RecentTimes(), RecentTimes()
+
+    def watch_keep(self, keep: Keep) -> None:
+        """Show what a keeper holds of this gateway."""
+        self.kept_connections.set_function(lambda: keep.num_kept)
+        keep.note_unkept = lambda reason: self.unkept.labels(reason).inc()
 
     def first_token(self, seconds: float) -> None:
         """Record the time to first token of a stream."""

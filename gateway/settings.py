@@ -25,12 +25,16 @@ UnknownFields = Literal["refuse", "ignore"]
 MaxTokensBeyondContext = Literal["lower", "refuse"]
 
 
+PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
+"""Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
+
+
 class GatewaySettings(Settings):
     """Settings of one gateway process, frozen for its lifetime. Field docstrings are the flags' help texts."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
-    unchecked_env: ClassVar[frozenset[str]] = Settings.unchecked_env | {"API_KEY_FILE"}
+    unchecked_env: ClassVar[frozenset[str]] = Settings.unchecked_env | {"API_KEY_FILE", "KEEPER"}
     secrets: ClassVar[frozenset[str]] = frozenset({"api_key"})
 
     redis_url: str | None = None
@@ -67,6 +71,9 @@ class GatewaySettings(Settings):
     """Most streams that one WebSocket may have open."""
     drain_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
     """Seconds that open answers may continue after SIGTERM."""
+    keep_connections: bool = False
+    """Run the gateway under a keeper, a small process that holds its connections. If the gateway ends, the keeper
+    starts it again, and open answers go on. `penstock serve` does so by itself. Linux only."""
     api_key: str | None = Field(default=None, repr=False)
     """Keys of any form, one of which each request must have, separated by commas. A command line is visible to all
     users of a machine: PENSTOCK_GATEWAY_API_KEY or a file named by PENSTOCK_GATEWAY_API_KEY_FILE is not. Default: the

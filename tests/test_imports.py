@@ -60,6 +60,7 @@ GATEWAY_FLOORS = (
     {
         "settings",
         "budget",
+        "kept",
         "metrics",
         "open_feeds",
         "route_doc",

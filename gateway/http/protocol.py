@@ -13,14 +13,18 @@ import socket
 import struct
 import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import httptools
+from uvicorn._types import ASGI3Application, HTTPScope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.gateway.errors import ID_HEADER, error_body
+from penstock.gateway.kept.answer import AnswerKeep, offer_keep
+from penstock.gateway.kept.connection import Keep, KeptConnection
 from penstock.gateway.stream.writer import offer_direct_body
 
 # A bound on how long unsent bytes wait for a client that has stopped reading.
@@ -104,6 +108,16 @@ class BoundedHead(HttpToolsProtocol):
     """Logs and counts an answer that no route gives, with the id in its header."""
     _num_head_bytes = 0
     """Bytes received outside of bodies. Each part of a body resets the count."""
+    keep: Keep | None = None
+    """The gateway's keeper, if it has one."""
+    take_over: Callable[[BoundedHead], None] | None = None
+    """Goes on with a connection of an earlier gateway, once it is made."""
+    kept: KeptConnection | None = None
+    """This connection as the keeper may hold it."""
+    _running_task: asyncio.Task[Any] | None = None
+    """The task of the request that is being answered."""
+    _answer_keep: AnswerKeep | None = None
+    """The slot of the answer that runs."""
     _head_error: tuple[PenstockError, HTTPStatus] | None = None
     """Why a complete head is refused."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -123,13 +137,21 @@ class BoundedHead(HttpToolsProtocol):
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)  # as in tcp(7)
         transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
+        if self.keep is not None:
+            self.kept = KeptConnection(self.keep, transport)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._refuse_connection(self.limit_concurrency - 1)
             return
         self._wait_for_head()
+        if self.take_over is not None:
+            self.take_over(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the connection: stop its timers."""
+        if self.kept is not None:
+            self.kept.lose()
+            if self._answer_keep is not None:
+                self._answer_keep.release()
         self._stop_waiting()
         self.resume_writing()
         if self._running is not None and not self._running.response_complete:
@@ -137,6 +159,23 @@ class BoundedHead(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no byte of a request has arrived that is not answered."""
+        return self._num_head_bytes == 0 and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a successor of this gateway can go on with the open answer."""
+        return self._answer_keep is not None and self._answer_keep.is_kept
+
+    def cut_off(self) -> None:
+        """End the open answer, if there is one, with an error, and the connection."""
+        if self._running_task is not None:
+            self._running_task.cancel()
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """Handle a full send buffer: the answer pauses, and the client is watched."""
@@ -150,6 +189,10 @@ class BoundedHead(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Handle a complete answer. Its last bytes may still wait for the client, so the client is watched."""
+        if self.kept is not None:
+            self.kept.complete()
+            if self._answer_keep is not None:
+                self._answer_keep.release()
         super().on_response_complete()
         self._reader_watch.start()
 
@@ -157,6 +200,11 @@ class BoundedHead(HttpToolsProtocol):
         """Parse received bytes, and refuse the request if they are not HTTP or the head is too large."""
         if self._is_over:
             return
+        if self.kept is not None:
+            self.kept.note_received(len(data))
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         self._num_head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
@@ -180,6 +228,12 @@ class BoundedHead(HttpToolsProtocol):
             self._refuse(*self._head_error)
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
+
+    def on_message_begin(self) -> None:
+        """Handle the first bytes of a request. They may arrive while the one before is answered."""
+        if self.kept is not None and self._running is not None and not self._running.response_complete:
+            self.kept.note_ahead()
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Handle a complete head. Measure it here: a head that arrived in a single read was not measured before."""
@@ -212,7 +266,17 @@ class BoundedHead(HttpToolsProtocol):
         """Start answering a request, and remember which one it is."""
         self._running = cycle
         offer_direct_body(cycle)
+        if self.kept is not None:
+            self._answer_keep = offer_keep(cycle, self.kept)
+            app = partial(self._run, app)
         super()._start_asgi_task(cycle, app)
+
+    async def _run(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
+        self._running_task = asyncio.current_task()
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._running_task = None
 
     def _should_upgrade(self) -> bool:
         """Return whether the head offers a protocol upgrade.
@@ -221,8 +285,34 @@ class BoundedHead(HttpToolsProtocol):
         """
         return any(name == b"upgrade" for name, _ in self.headers)
 
+    def resume(self, scope: HTTPScope, app: ASGI3Application, *, keep_alive: bool) -> AnswerKeep:
+        """Start the rest of an answer that an earlier gateway began, and return its slot."""
+        self._stop_waiting()
+        cycle = RequestResponseCycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
+        cycle.more_body = False
+        cycle.message_event.set()
+        self.cycle = cycle
+        self._start_asgi_task(cycle, app)
+        if self._answer_keep is None:
+            raise InvariantError("a connection without a keeper was taken over")
+        return self._answer_keep
+
     def _hand_over(self, rest: bytes) -> None:
         """Let the protocol of WebSockets continue with the head and the bytes behind it."""
+        if self.kept is not None:
+            self.kept.leave()
         self._reader_watch.stop()
         self.handle_websocket_upgrade()
         protocol: Any = self.transport.get_protocol()
@@ -240,7 +330,7 @@ class BoundedHead(HttpToolsProtocol):
         kept = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
         line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"".join((line, *kept, b"\r\n", rest)))
+        self._parse(b"".join((line, *kept, b"\r\n", rest)))
 
     def _wait_for_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -271,6 +361,8 @@ class BoundedHead(HttpToolsProtocol):
                 return
             running.disconnected = True
             running.message_event.set()
+        if self.kept is not None:
+            self.kept.leave()
         if running is None or running.response_complete or not running.response_started:
             body, request_id = json.dumps(error_body(error)).encode(), uuid.uuid4().hex
             self.note_refusal(error, status, request_id)
@@ -281,11 +373,11 @@ class BoundedHead(HttpToolsProtocol):
 
 
 def head_with_sockets(
-    paths: Iterable[str], note_refusal: Callable[[PenstockError, HTTPStatus, str], None]
+    paths: Iterable[str], note_refusal: Callable[[PenstockError, HTTPStatus, str], None], keep: Keep | None = None
 ) -> type[BoundedHead]:
-    """Return the protocol of a gateway with WebSockets at these paths."""
+    """Return the protocol of a gateway with WebSockets at these paths. `keep`: what holds its connections, too."""
     own = {"socket_paths": frozenset(path.encode() for path in paths), "note_refusal": staticmethod(note_refusal)}
-    return type("BoundedHead", (BoundedHead,), own)
+    return type("BoundedHead", (BoundedHead,), {**own, "keep": keep})
 
 
 def _too_large() -> tuple[PenstockError, HTTPStatus]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from penstock.contract.errors import InvariantError, PenstockError, RequestError
+from penstock.contract.errors import InvariantError, NotFoundError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import rename
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.contract.tasks import GENERATE, SCORE, Score, TextTask, Tokenize, Tokenized
 from penstock.contract.tenant import NO_LIMIT, Terms
+from penstock.gateway.kept.answer import AnswerKeep
 from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, GenerationRequest, naming_prompt
+from penstock.gateway.request.kept import facts_of
 from penstock.gateway.request_line import line_of_request
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.pool_choice import NOT_ABLE, choose_pool
-from penstock.producer.client.request import Prompt
+from penstock.producer.client.request import Prompt, job_key_of
 from penstock.producer.client.tasks import output_of
 from penstock.producer.client.text_jobs import TextJob, pair_jobs, score_jobs, text_jobs
 from penstock.producer.parsed_body import ParsedBody
@@ -32,11 +35,44 @@ LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
 
 
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How an answer is kept, so that it outlives this gateway."""
+
+    keep: AnswerKeep
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the API adds to the record."""
+    shows_prompts: bool = False
+    is_stream: bool = True
+
+    def begin(self, generation: GenerationRequest, job_ids: Sequence[str]) -> None:
+        """Note the record, before the jobs are submitted."""
+        facts = {**facts_of(generation, job_ids, shows_prompts=self.shows_prompts), **self.facts}
+        facts["is_stream"] = self.is_stream
+        self.keep.begin(facts, num_counters_of(len(job_ids)) if self.is_stream else 1)
+
+    def note_jobs(self, begun: Sequence[str], jobs: Sequence[AsyncJob]) -> None:
+        """Note the jobs, if they have other ids than those that were `begun`: an earlier request had the same key."""
+        if [job.id for job in jobs] != [*begun]:
+            self.keep.add({"job_ids": [job.id for job in jobs]})
+
+
+def num_counters_of(num_jobs: int) -> int:
+    """Return how many positions a stream has: one of each job, and that of its end if it has several jobs."""
+    return num_jobs if num_jobs == 1 else num_jobs + 1
+
+
 @contextlib.asynccontextmanager
 async def open_jobs(
-    client: AsyncClient, generation: GenerationRequest, *, has_begun: Callable[[], bool] = lambda: False
+    client: AsyncClient,
+    generation: GenerationRequest,
+    *,
+    has_begun: Callable[[], bool] = lambda: False,
+    keeping: Keeping | None = None,
 ) -> AsyncIterator[list[AsyncJob]]:
     """Submit all jobs of a request, or none, and yield them. If an error ends the block, the jobs are canceled.
+
+    With `keeping`, their ids are noted before; the jobs of an answer that was taken over are attached to instead.
 
     Three kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
     caller. A job with a reader grace waits for its readers. The caller of a stream that `has_begun` may resume it, if
@@ -51,16 +87,30 @@ async def open_jobs(
         or not generation.requires_reader
         or body.queueing.get("reader_grace_s") is not None
     )
+    record = None if keeping is None else keeping.keep.record
     try:
-        if generation.cut_at is not None:
+        if record is not None:
+            await _attach_all(client, generation, record["job_ids"], jobs)
+        elif generation.cut_at is not None:
+            if keeping is not None:
+                keeping.begin(generation, [generation.cut_at.job_id])
             jobs.append(
                 await client.attach(generation.cut_at.job_id, after=generation.read_after, tenant=generation.tenant)
             )
         else:
-            for number, prompt, options in await _submissions(client, generation):
+            submissions = await _submissions(client, generation)
+            if keeping is not None:
+                submissions = await _named(client, generation, submissions)
+                names_of_jobs = [options.get("job_id") or "" for _, _, options in submissions]
+                if all(names_of_jobs):
+                    keeping.begin(generation, names_of_jobs)
+            for number, prompt, options in submissions:
                 with naming_prompt(body, number):
                     jobs.append(await client.submit(prompt, **options))
                 del prompt
+            if keeping is not None:
+                keeping.note_jobs(names_of_jobs, jobs)
+            del submissions
         line_of_request().note_jobs([job.id for job in jobs])
         del body, generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
         yield jobs
@@ -73,6 +123,44 @@ async def open_jobs(
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await try_all([job.detach if is_shared or may_resume else job.cancel for job in jobs])
         raise
+
+
+async def _attach_all(
+    client: AsyncClient, generation: GenerationRequest, job_ids: Sequence[str], jobs: list[AsyncJob]
+) -> None:
+    """Add handles on the jobs of an answer that was taken over to `jobs`.
+
+    Raises UnavailableError if Redis does not know them all: the earlier gateway died before it had submitted them.
+    """
+    for job_id in job_ids:
+        try:
+            jobs.append(await client.attach(job_id, after=generation.read_after, tenant=generation.tenant))
+        except NotFoundError:
+            message = "this gateway was stopped before the request was in the queue; repeat the request"
+            raise UnavailableError(message, code="gateway_stopped") from None
+
+
+async def _named(
+    client: AsyncClient, generation: GenerationRequest, submissions: Iterable[tuple[int, Prompt, SubmitOptions]]
+) -> list[tuple[int, Prompt, SubmitOptions]]:
+    """Return the submissions with the ids of their jobs, which the client makes otherwise."""
+    named: list[tuple[int, Prompt, SubmitOptions]] = []
+    for number, prompt, options in submissions:
+        task = options.get("task")
+        try:
+            pool = await client.served_pool(
+                options.get("model"),
+                options.get("job_id"),
+                key=job_key_of(options, generation.tenant),
+                kind=GENERATE if task is None else task.kind,
+                hides_models=generation.hides_models,
+            )
+        except PenstockError:
+            # The submission raises it again, and counts it.
+            named.append((number, prompt, options))
+            continue
+        named.append((number, prompt, {**options, "job_id": options.get("job_id") or pool.new_job_id()}))
+    return named
 
 
 # The texts of a request for an encoder share jobs.

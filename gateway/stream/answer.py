@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
@@ -25,14 +26,16 @@ from penstock.contract.output import Usage
 from penstock.contract.pool import PoolRecord, notice_of
 from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.kept.answer import AnswerKeep, keep_of, record_of
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
-from penstock.gateway.request.jobs import check_logprobs, check_num_jobs, is_scored, open_jobs, pool_among
+from penstock.gateway.request.jobs import Keeping, check_logprobs, check_num_jobs, is_scored, open_jobs, pool_among
+from penstock.gateway.request.kept import generation_of_record
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.request_line import MAX_JOBS_SHOWN, line_of_request
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
+from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder, format_of_packed, packed_format
 from penstock.gateway.stream.event_stream import (
     Batch,
     ChunkWriter,
@@ -99,9 +102,24 @@ class AnswerPlan:
         """The value of NOTICE_HEADER, if it is sent."""
         self._ignored: Sequence[str] = ()
         """Fields that have no effect with this model, and messages that the node merges or moves for its template."""
+        self.keep: AnswerKeep | None = None
+        """The slot of the answer, if a keeper holds its connection."""
+
+    @property
+    def record(self) -> Mapping[str, Any] | None:
+        """The record, if the answer was taken over."""
+        return None if self.keep is None else self.keep.record
+
+    def keeping(self, *, is_stream: bool, facts: Mapping[str, Any] | None = None) -> Keeping | None:
+        """Return how the answer is kept, or None if it is not. `facts`: what the API adds to its record."""
+        if self.keep is None:
+            return None
+        return Keeping(self.keep, facts or {}, shows_prompts=self.dialect.shows_prompts, is_stream=is_stream)
 
     async def check(self) -> None:
         """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
+        if self.record is not None:
+            return  # An earlier gateway has checked it.
         self.generation = await self.dialect.completed(self.client, self.generation)
         body = self.generation.body
         has_tools = body.tool_use.tools is not None and body.task is None
@@ -187,15 +205,24 @@ class AnswerPlan:
         self._lowered_limit = lowered_max_tokens(max_tokens, self.max_total_tokens, num_prompt_tokens)
 
     async def head_of(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
-        """Return what the encoder must know before the first token."""
+        """Return what the encoder must know before the first token, and note it for a gateway that takes it over."""
         generation, body, pool = self.generation, self.generation.body, jobs[0].pool
-        record = None if body.model and body.task is None else await self._record_of(pool)
+        facts = None if self.record is None else self.record.get("head")
+        if facts is None:
+            record = None if body.model and body.task is None else await self._record_of(pool)
+            model = body.model or (pool if record is None else record.model)
+            similarity = "cosine" if record is None else record.similarity
+            form = await self._format_of(pool)
+            facts = (model, int(time.time()), packed_format(form), self.max_total_tokens, similarity)
+            if self.keep is not None:
+                self.keep.add({"head": facts})
+        model, created_s, packed_form, self.max_total_tokens, similarity = facts
         return AnswerHead(
             [job.id for job in jobs],
-            body.model or (pool if record is None else record.model),
-            int(time.time()),
+            model,
+            created_s,
             body.params,
-            await self._format_of(pool),
+            format_of_packed(packed_form),
             body.echoes,
             body.options,
             generation.cut_at,
@@ -203,7 +230,7 @@ class AnswerPlan:
             generation.event_ids,
             body.prompts if self.dialect.shows_prompts else (),
             self.max_total_tokens,
-            "cosine" if record is None else record.similarity,
+            similarity,
         )
 
     def headers_of(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
@@ -254,10 +281,12 @@ class GenerationEvents(EventSource):
     async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
         """Submit or attach to the jobs, and send their events."""
         plan = self._plan
-        if plan.generation.cut_at is not None:
+        plan.keep = self.keep
+        if plan.generation.cut_at is not None and plan.record is None:
             await plan.decide_replay(plan.generation.cut_at)
         await plan.check()
-        async with open_jobs(plan.client, plan.generation, has_begun=lambda: writer.started) as jobs:
+        keeping = plan.keeping(is_stream=True)
+        async with open_jobs(plan.client, plan.generation, has_begun=lambda: writer.started, keeping=keeping) as jobs:
             await plan.learn_pool(jobs[0])
             writer.headers.update(plan.headers_of(jobs))
             self.show_position(jobs[0], writer)
@@ -268,9 +297,9 @@ class GenerationEvents(EventSource):
         encoder = plan.dialect.stream(await plan.head_of(jobs))
         plan.forget_prompts()
         generation = plan.generation
-        chunks = ChunkWriter(encoder, writer, meter, self._yielder)
         usages: list[Usage] = []
         numbers = {job.id: number for number, job in enumerate(jobs)}
+        chunks = ChunkWriter(encoder, writer, meter, self._yielder, numbers)
         # A resumed stream checks each chunk before the one at which it was cut.
         sink = EventSink(encoder, writer) if generation.cut_at is None else None
         async with aclosing(batches_of(jobs, sink, with_waiting=generation.shows_waiting)) as batches:
@@ -293,7 +322,7 @@ class GenerationEvents(EventSource):
             usages += [usage for job in jobs if (usage := (await job.status()).ledger.usage) is not None]
         num_choices = len(jobs) * generation.body.params.n
         meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
-        await writer.write(encoder.end(usages))
+        await writer.write(encoder.end(usages), 0 if len(jobs) == 1 else len(jobs))
 
 
 class WholeSender:
@@ -318,11 +347,14 @@ class WholeSender:
         beside: Claim | None = None,
     ) -> None:
         """Send the results of ended jobs. `beside`: the memory that the answer holds already, beside a result's."""
-        await self.send_parts(send, plan.headers_of(jobs), self._parts(plan, encoder, jobs, ends, beside))
+        parts = self._parts(plan, encoder, jobs, ends, beside)
+        await self.send_parts(send, plan.headers_of(jobs), parts, plan.keep)
 
-    async def send_parts(self, send: Send, headers: Mapping[str, str], parts: AsyncGenerator[bytes, None]) -> None:
-        """Send all parts as one body. An error after the first bytes cuts the body off."""
-        writer = BodyWriter(send, headers, self._yielder, timeout_s=self._timeout_s)
+    async def send_parts(
+        self, send: Send, headers: Mapping[str, str], parts: AsyncGenerator[bytes, None], keep: AnswerKeep | None = None
+    ) -> None:
+        """Send all parts as one body. An error after the first bytes cuts the body off. `keep` has its slot."""
+        writer = BodyWriter(send, headers, self._yielder, timeout_s=self._timeout_s, keep=keep)
         try:
             await writer.send_all(parts)
         except PenstockError as error:
@@ -373,13 +405,14 @@ class WholeAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send the answer."""
+        self._plan.keep = keep_of(scope)
         with contextlib.suppress(CallerGoneError):
             await while_connected(self._answer(send), until_disconnected(receive))
 
     async def _answer(self, send: Send) -> None:
         plan = self._plan
         await plan.check()
-        async with open_jobs(plan.client, plan.generation) as jobs:
+        async with open_jobs(plan.client, plan.generation, keeping=plan.keeping(is_stream=False)) as jobs:
             await plan.learn_pool(jobs[0])
             encoder = plan.dialect.whole(await plan.head_of(jobs))
             plan.forget_prompts()
@@ -448,8 +481,11 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        request = Request(scope, receive, send)
-        body = await self._reader.read(request, self.schema)
-        generation = self._reader.generation_of(request, body)
+        if (record := record_of(scope)) is not None:
+            generation = generation_of_record(record)
+        else:
+            request = Request(scope, receive, send)
+            body = await self._reader.read(request, self.schema)
+            generation = self._reader.generation_of(request, body)
         answer = self._answers.answer(generation, self._dialect)
         await answer(scope, receive, send)

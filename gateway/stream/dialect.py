@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from penstock.contract.errors import InvariantError, PenstockError, StreamDivergedError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Usage, WaitUpdate, members_of
@@ -15,7 +17,7 @@ from penstock.gateway.request.generation import FIRST_OF_TWO, GenerationRequest,
 from penstock.gateway.stream.writer import PIECE_BYTES, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt
-from penstock.producer.parsing.parsed_text import AnswerFormat
+from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.queue.results import PackedResult
 
 # What an API must provide for its answers.
@@ -53,6 +55,19 @@ class AnswerHead:
     def indices(self) -> dict[str, int]:
         """Map each job id to the index of its prompt."""
         return {job_id: index for index, job_id in enumerate(self.job_ids)}
+
+
+_FORM = TypeAdapter(AnswerFormat)
+
+
+def packed_format(form: AnswerFormat) -> bytes:
+    """Return the bytes of a format; none of the plain one, which most answers have."""
+    return b"" if form == PLAIN else _FORM.dump_json(form)
+
+
+def format_of_packed(packed: bytes) -> AnswerFormat:
+    """Return the format that `packed_format` packed."""
+    return _FORM.validate_json(packed) if packed else PLAIN
 
 
 class StreamEncoder(ABC):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,9 @@ from functools import partial
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import PenstockError, StreamDivergedError
 from penstock.contract.output import Chunk, QueuePosition, WaitUpdate
+from penstock.gateway.kept.answer import AnswerKeep, keep_of
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request_line import CALLER_LEFT, COMPLETE, line_of_request
 from penstock.gateway.settings import GatewaySettings
@@ -259,6 +260,8 @@ class EventSource(ABC):
     """What a silent stream sends instead of a comment."""
     is_new: bool = True
     """Whether the stream begins with its job's first token."""
+    keep: AnswerKeep | None = None
+    """The slot of the answer, if a keeper holds its connection."""
 
     @abstractmethod
     async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
@@ -290,14 +293,16 @@ class EventStream(Response):
         """Send the events until the stream ends or the caller leaves."""
         source, settings = self._source, self._settings
         keep_alive = source.keep_alive or source.comment
-        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive, body=direct_body_of(scope))
+        source.keep = keep = keep_of(scope)
+        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive, body=direct_body_of(scope), keep=keep)
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,
             send_timeout_s=settings.send_timeout_s,
         )
         line = line_of_request()
-        with self._metrics.stream(is_measured=source.is_new) as meter:
+        is_measured = source.is_new and (keep is None or keep.record is None)
+        with self._metrics.stream(is_measured=is_measured) as meter:
             try:
                 await while_connected(self._answer(writer, meter), until_disconnected(receive), watch)
                 line.outcome = line.outcome or COMPLETE
@@ -309,8 +314,13 @@ class EventStream(Response):
                 raise
 
     async def _answer(self, writer: EventWriter, meter: StreamMeter) -> None:
+        keep = self._source.keep
         try:
+            if keep is not None and keep.has_head:
+                await writer.begin()
             await self._source.send_events(writer, meter)
+            if keep is not None and keep.is_behind:
+                raise StreamDivergedError("the log of the job has become shorter than its stream was")
         except PenstockError as error:
             if not writer.started:
                 raise
@@ -325,7 +335,16 @@ class EventStream(Response):
 class ChunkWriter:
     """Writes the chunks of one stream as events. While it writes many, other requests are served."""
 
-    def __init__(self, encoder: StreamEncoder, writer: EventWriter, meter: StreamMeter, yielder: LoopYielder) -> None:
+    def __init__(
+        self,
+        encoder: StreamEncoder,
+        writer: EventWriter,
+        meter: StreamMeter,
+        yielder: LoopYielder,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        """`numbers`: the number of each job, if the stream has several."""
+        self._numbers = numbers
         self._encoder = encoder
         self._writer = writer
         self._meter = meter
@@ -339,7 +358,7 @@ class ChunkWriter:
         if slows_others:
             await self._yielder.wait()
         for events in self._encoder.parts_of(batch):
-            await self._writer.write(events)
+            await self._writer.write(events, 0 if self._numbers is None else self._numbers[batch[0].job_id])
             self._meter.sent()
             if slows_others:
                 await self._yielder.wait()

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.gateway.errors import ErrorShape
+from penstock.gateway.kept.answer import AnswerKeep
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import LoopYielder
 
@@ -215,15 +216,16 @@ class EventWriter:
         *,
         keep_alive: bytes = KEEP_ALIVE,
         body: DirectBody | None = None,
+        keep: AnswerKeep | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`watch` sends `keep_alive`. `clock` and `sleep`, both in seconds, are its time source.
 
-        Events take the short way `body`, if given, while the client keeps up.
+        Events take the short way `body`, if given, while the client keeps up. `keep` has the answer's slot.
         """
         self.started = False
-        self.is_within_event = False
+        self.is_within_event = keep is not None and keep.was_within_event
         """Whether a part of an event was sent, and not its end. Then no other event may follow."""
         self.headers = MutableHeaders(headers={"content-type": framing.content_type, **_HEADERS})
         self.keep_alive_source: Callable[[], Awaitable[bytes]] | None = None
@@ -233,6 +235,7 @@ class EventWriter:
         self._keep_alive = framing.keep_alive(keep_alive)
         self._has_failed = False
         self._body = body
+        self._keep = keep
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
@@ -241,24 +244,50 @@ class EventWriter:
     @property
     def is_ready(self) -> bool:
         """Whether `write_now` may be called: the response has begun, and the client keeps up."""
-        return self.started and self._body is not None and self._body.is_ready
+        keep = self._keep
+        return self.started and self._body is not None and self._body.is_ready and (keep is None or not keep.num_behind)
 
-    def write_now(self, events: bytes) -> None:
-        """Send events without waiting. Only while `is_ready`."""
+    async def begin(self) -> None:
+        """Send the head of the response, unless it has begun."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
+
+    def write_now(self, events: bytes, counter: int | None = 0) -> None:
+        """Send events without waiting. Only while `is_ready`. `counter` is that of `write`."""
         if self._body is None:
             raise InvariantError("this response has no direct body")
         self._silent = False
+        if self._keep is not None and counter is not None:
+            self._keep.count(counter, events)
         # An empty part would end a chunked body. Some framings have no bytes for some events.
         if data := self._framing.events(events):
             self._body.write(data)
         crash_points.point("after", "event")
 
-    async def write(self, events: bytes) -> None:
-        """Send events, or a part of them. Waits while the client reads too slowly."""
+    async def write(self, events: bytes, counter: int | None = None) -> None:
+        """Send events, or a part of them. Waits while the client reads too slowly.
+
+        `counter`: which of the answer's positions counts them; None for those that are no function of the jobs' logs.
+        """
+        keep = self._keep
+        if keep is not None and keep.is_behind:
+            if counter is None:
+                return
+            old, events = keep.split(counter, events)
+            if old:
+                self._framing.events(old)  # Its later bytes may depend on these.
+            if not events:
+                return
+            counter = None  # They are counted.
+        elif keep is not None and counter is not None and not self.is_ready:
+            keep.count(counter, events)
         is_within = not events.endswith(END_OF_EVENT) if events else self.is_within_event
         self.is_within_event |= is_within
+        if keep is not None:
+            keep.note_within(is_within=is_within)
         if self.is_ready:
-            self.write_now(events)
+            self.write_now(events, counter)
         else:
             await self._write(self._framing.events(events))
         # Cleared only after the write, because a failed one may have sent a part.
@@ -267,6 +296,8 @@ class EventWriter:
     async def fail(self, error: PenstockError, event: bytes) -> None:
         """Send the end of a stream that fails. `event` is the error in the API's shape."""
         self._has_failed = True
+        if self._keep is not None:
+            self._keep.note_failure()
         await self._write(self._framing.error(error, event))
 
     async def end(self) -> None:
@@ -276,9 +307,7 @@ class EventWriter:
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         self._silent = False
         self._sending_since_s = self._clock()
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
+        await self.begin()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         crash_points.point("after", "event")
         self._sending_since_s = None
@@ -293,6 +322,7 @@ class EventWriter:
         await self._sleep(first_wait_s)
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
             keep_alive = self._keep_alive
+            self._silent &= self._keep is None or not self._keep.is_behind
             if self._silent and self.keep_alive_source is not None:
                 keep_alive = self._framing.keep_alive(await self.keep_alive_source())
             if self._silent and not self.is_within_event:
@@ -324,8 +354,20 @@ class BodyWriter:
     a longer body uses chunked encoding.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], yielder: LoopYielder, *, timeout_s: float) -> None:
-        """timeout_s: how long the client may delay the body in all, besides the time it takes at MIN_BYTES_PER_S."""
+    def __init__(
+        self,
+        send: Send,
+        headers: Mapping[str, str],
+        yielder: LoopYielder,
+        *,
+        timeout_s: float,
+        keep: AnswerKeep | None = None,
+    ) -> None:
+        """timeout_s: how long the client may delay the body in all, besides the time it takes at MIN_BYTES_PER_S.
+
+        `keep` has the answer's slot.
+        """
+        self._keep = keep
         self.started = False
         self._patience_s = timeout_s
         self._yielder = yielder
@@ -354,6 +396,10 @@ class BodyWriter:
             if not more:
                 headers["content-length"] = str(len(body))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers.raw})
+        if self._keep is not None:
+            _, body = self._keep.split(0, body)
+            if more and not body:
+                return
         since_s = time.monotonic()
         try:
             async with asyncio.timeout(self._patience_s):

@@ -109,8 +109,8 @@ def root(tmp_path: Path) -> Path:
     units.mkdir(parents=True)
     for path in UNITS.values():
         shutil.copy(path, units / path.name.replace("@.", "@small."))
-    for program in ("penstock", "celery"):
-        path = tmp_path / "opt/penstock/bin" / program
+    for program in ("opt/penstock/bin/penstock", "opt/penstock/bin/celery", "bin/kill"):
+        path = tmp_path / program
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o755)
     return tmp_path

@@ -232,6 +232,8 @@ class JobEvents(EventSource):
 
     async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
         """Attach to the job and send its events."""
+        if self.keep is not None:
+            self.keep.begin({"job_ids": [self._job_id], "is_stream": True})
         job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
         writer.headers[JOB_HEADER] = job.id
         self.show_position(job, writer)

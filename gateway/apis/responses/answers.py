@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
+from typing import Any
 
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,6 +14,7 @@ from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.encoder import ResponseDialect, ResponseEncoder, answer_options
 from penstock.gateway.apis.responses.record import RecordSource, StoredResponse, stored_record
 from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.kept.answer import keep_of
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.request.earlier_reasoning import SealTerms
 from penstock.gateway.request.generation import GenerationRequest
@@ -61,6 +63,10 @@ class HeldRecord:
         """Read the record into memory that is claimed to the answer's end. Raises what the source raises."""
         self.claim = claim
         self.record = await self._source(claim)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a gateway that takes the answer over needs of the record."""
+        return {"response": self.record.without_input().encode()}
 
     async def learn(self, job: AsyncJob) -> None:
         """Read what the answer needs beside the job: maybe another record, and what seals its reasoning."""
@@ -121,7 +127,9 @@ class ResponseEvents(EventSource):
     async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
         """Submit or attach to the job, and send its events."""
         plan, held, generation = self._plan, self._held, self._plan.generation
-        async with open_jobs(plan.client, generation, has_begun=lambda: writer.started) as jobs:
+        plan.keep = self.keep
+        keeping = plan.keeping(is_stream=True, facts=held.facts())
+        async with open_jobs(plan.client, generation, has_begun=lambda: writer.started, keeping=keeping) as jobs:
             (job,) = jobs
             await plan.learn_pool(job)
             writer.headers.update(plan.headers_of(jobs))
@@ -168,11 +176,11 @@ class ResponseEvents(EventSource):
             piece.append(part)
             size += len(part)
             if size >= PIECE_BYTES:
-                await writer.write(b"".join(piece))
+                await writer.write(b"".join(piece), 0)
                 piece, size = [], 0
                 await self._yielder.wait()
         if size:
-            await writer.write(b"".join(piece))
+            await writer.write(b"".join(piece), 0)
 
 
 class ResponseObject:
@@ -190,13 +198,15 @@ class ResponseObject:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open the job and send the answer."""
+        self._plan.keep = keep_of(scope)
         with suppress(CallerGoneError):
             await while_connected(
                 self._when_done(send) if self._waits else self._now(send), until_disconnected(receive)
             )
 
     async def _when_done(self, send: Send) -> None:
-        async with open_jobs(self._plan.client, self._plan.generation) as jobs:
+        keeping = self._plan.keeping(is_stream=False, facts=self._held.facts())
+        async with open_jobs(self._plan.client, self._plan.generation, keeping=keeping) as jobs:
             (job,) = jobs
             await self._held.learn(job)
             (end,) = await ends_of(jobs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import msgpack
 from fastapi import Request
@@ -30,6 +31,7 @@ from penstock.gateway.apis.responses.record import (
     MAX_BYTES_ON_LOOP,
     MAX_SHOWN_CHARS,
     PackedMessages,
+    RecordSource,
     StoredResponse,
     bytes_to_claim,
     decoded_record,
@@ -40,9 +42,11 @@ from penstock.gateway.apis.responses.record import (
 )
 from penstock.gateway.apis.responses.truncation import shortened
 from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.kept.answer import record_of
 from penstock.gateway.request.earlier_reasoning import seal_terms_of, without_foreign_reasoning
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
+from penstock.gateway.request.kept import generation_of_record
 from penstock.gateway.request.reading import RequestReader, caller_of
 from penstock.gateway.route_doc import NUMBER, RouteDoc, object_of
 from penstock.gateway.settings import GatewaySettings
@@ -354,6 +358,10 @@ class CreateResponse:
         """Answer one request."""
         request = Request(scope, receive, send)
         async with self._result_budget.taken(caller_of(request).tenant) as claim:
+            if (record := record_of(scope)) is not None:
+                answer = await self._answer_of_record(record, claim)
+                await answer(scope, receive, send)
+                return
             # Other large bodies wait unread while this one waits for the memory of its answer.
             async with self._reader.held(request, self.schema) as body:
                 answer = await self._answer_to(request, body, claim)
@@ -367,8 +375,16 @@ class CreateResponse:
             raise RequestError(message, param="after")
         with naming_fields(body):
             generation, record = await self._with_record(generation)
-        source = await new_record(record, claim)
-        if body.stream:
+        return self._answer_from(generation, await new_record(record, claim), claim)
+
+    async def _answer_of_record(self, record: Mapping[str, Any], claim: Claim) -> ResponseAnswer:
+        """Return the answer that an earlier gateway began."""
+        generation = generation_of_record(record)
+        source = await new_record(await decoded_record(record["response"]), claim)
+        return self._answer_from(generation, source, claim)
+
+    def _answer_from(self, generation: GenerationRequest, source: RecordSource, claim: Claim) -> ResponseAnswer:
+        if generation.body.stream:
             return self._answers.stream(generation, source, claim)
         return self._answers.body(generation, source, claim, waits=not generation.options.get("background"))
 

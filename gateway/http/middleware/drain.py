@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.contract.errors import UnavailableError
 from penstock.gateway.errors import ErrorShapes
+from penstock.gateway.kept.answer import AnswerKeep, keep_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.stream.writer import error_event, framing_of, has_broken_event
 
@@ -39,6 +41,9 @@ class Drain:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (keep := keep_of(scope)) is not None and keep.record is not None and keep.is_poisoned:
+            await self._end_poisoned(keep, keep.record, scope, receive, send)
+            return
         started: Headers | None = None
         is_complete = False
 
@@ -63,6 +68,23 @@ class Drain:
             # Within an event nothing valid can follow, so the server closes the connection.
             if not has_broken_event(scope):
                 await self._send_error(error, started, scope, receive, send)
+
+    async def _end_poisoned(
+        self, keep: AnswerKeep, record: Mapping[str, Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """End an answer that has killed the gateways that took it over."""
+        error = UnavailableError("the gateways that took this answer over have ended", code="gateway_stopped")
+        if not keep.has_head:
+            self._metrics.refused(error)
+            await self._send_error(error, None, scope, receive, send)
+            return
+        self._metrics.failed(error)
+        if not record["is_stream"] or keep.was_within_event:
+            # Nothing valid can follow, so the server closes the connection.
+            return
+        headers = Headers({"content-type": framing_of(scope).content_type})
+        await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
+        await self._send_error(error, headers, scope, receive, send)
 
     async def _send_error(
         self, error: UnavailableError, started: Headers | None, scope: Scope, receive: Receive, send: Send

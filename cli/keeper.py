@@ -1,0 +1,297 @@
+"""The keeper of a gateway: it holds the listening sockets and the connections, so that both outlive the gateway.
+
+The gateway sends it a duplicate of each connection with an answer that can go on elsewhere. When the gateway ends, the
+next one gets all of them, and goes on from the slots of the shared memory (`gateway/kept/slots.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import NoReturn, Self
+
+from penstock.cli.processes import (
+    BackOff,
+    Child,
+    ChildCommand,
+    ProcessDiedError,
+    Say,
+    Supervisor,
+    keep_child,
+    log_variables,
+    relay_of,
+    run_until_stopped,
+)
+from penstock.contract.errors import ConfigError
+from penstock.gateway.kept.slots import SLOT_BYTES
+from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
+from penstock.runtime.kept_sockets import DROP, KEEP, LEAVE, READY, Inherited, receive_message, send_message, shut_down
+from penstock.runtime.logging import LogSettings
+from penstock.runtime.service_manager import ServiceManager
+
+_log = logging.getLogger(__package__)
+
+KEEP_S = 30.0
+"""Seconds for which connections are kept without a gateway."""
+MAX_SLOTS = 1 << 14
+MIN_OTHER_FILES = 128
+"""Descriptors that the keeper leaves for its children and for itself."""
+BACKLOG = 2048
+"""Connections that wait while no gateway accepts them, as many as a gateway of its own lets wait."""
+
+
+class ConnectionKeeper:
+    """Holds what a gateway and its successors share."""
+
+    def __init__(self, listeners: list[socket.socket], slots: int, num_slots: int) -> None:
+        self._listeners = listeners
+        self._slots = slots
+        self._num_slots = num_slots
+        self._kept: dict[int, int] = {}
+        """Slot → descriptor of its connection."""
+        self.is_leaving = False
+        """Whether the gateway was asked to end, so that a new one takes over."""
+        self._control: socket.socket | None = None
+        self._theirs: socket.socket | None = None
+        self._unsent: deque[tuple[bytes, int, int | None]] = deque()
+        self._ended_ns = 0
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def open(cls, host: str, port: int) -> Self | None:
+        """Listen on an address, or return None where connections cannot outlive a gateway.
+
+        Raises ConfigError if the address is taken.
+        """
+        if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
+            return None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        num_slots = MAX_SLOTS if limit == resource.RLIM_INFINITY else min(MAX_SLOTS, limit - MIN_OTHER_FILES)
+        if num_slots <= 0:
+            return None
+        try:
+            # It resolves the host and sets the options of the sockets as the server of a gateway does.
+            server = await asyncio.get_running_loop().create_server(
+                asyncio.Protocol, host, port, start_serving=False, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(f"port {port} on {host}: {error.strerror}", param="port") from error
+        listeners = [socket.socket(fileno=os.dup(one.fileno())) for one in server.sockets]
+        server.close()
+        for listener in listeners:
+            listener.listen(BACKLOG)
+        slots = os.memfd_create("penstock-slots")
+        os.ftruncate(slots, num_slots * SLOT_BYTES)
+        return cls(listeners, slots, num_slots)
+
+    @property
+    def num_kept(self) -> int:
+        """Connections that it holds."""
+        return len(self._kept)
+
+    def command_of(self, command: ChildCommand) -> ChildCommand:
+        """Return the command of the next gateway, which inherits what it needs."""
+        self._end_control()
+        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        listeners = tuple(one.fileno() for one in self._listeners)
+        inherited = Inherited(self._theirs.fileno(), self._slots, self._num_slots, listeners)
+        env = {**command.env, **inherited.variable}
+        return replace(command, env=env, descriptors=inherited.descriptors)
+
+    def gateway_started(self) -> None:
+        """Read the messages of the gateway that was started."""
+        if self._theirs is not None:
+            # Only the gateway may have this end: its death must show here.
+            self._theirs.close()
+            self._theirs = None
+        if self._control is not None:
+            asyncio.get_running_loop().add_reader(self._control.fileno(), self._read)
+
+    def gateway_ended(self) -> None:
+        """Take the last messages of a gateway that has ended, and wait for the next one."""
+        self._ended_ns = time.monotonic_ns()
+        self._read()
+        self._end_control()
+        if self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._expire)
+
+    def leave(self) -> None:
+        """Ask the gateway to leave its connections to a successor, which is started then."""
+        if self._control is not None:
+            self.is_leaving = True
+            self._unsent.append((LEAVE, 0, None))
+            self._flush()
+
+    def close(self) -> None:
+        """Accept no connection any more, and hold none: the gateway ends by itself."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+        self._end_control()
+        self._drop_all()
+        with suppress(OSError):
+            os.close(self._slots)
+
+    def _expire(self) -> None:
+        """End the connections that no gateway has taken over in time."""
+        for descriptor in self._kept.values():
+            shut_down(descriptor)
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        for descriptor in self._kept.values():
+            os.close(descriptor)
+        self._kept.clear()
+
+    def _read(self) -> None:
+        while (control := self._control) is not None:
+            try:
+                message = receive_message(control)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = None
+            if message is None:
+                self._end_control()
+                return
+            kind, number, descriptor = message
+            if kind in (KEEP, DROP):
+                if (old := self._kept.pop(number, None)) is not None:
+                    os.close(old)
+                if kind == KEEP and descriptor is not None:
+                    self._kept[number] = descriptor
+            elif kind == READY:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the gateway the connections of its predecessor."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        self._unsent.extend((KEEP, number, descriptor) for number, descriptor in self._kept.items())
+        self._unsent.append((READY, self._ended_ns, None))
+        self._flush()
+
+    def _flush(self) -> None:
+        loop, control = asyncio.get_running_loop(), self._control
+        while self._unsent and control is not None:
+            kind, number, descriptor = self._unsent[0]
+            try:
+                send_message(control, kind, number, descriptor)
+            except BlockingIOError:
+                loop.add_writer(control.fileno(), self._flush)
+                return
+            except OSError:
+                return  # Its end is being read.
+            self._unsent.popleft()
+        if control is not None:
+            loop.remove_writer(control.fileno())
+
+    def _end_control(self) -> None:
+        self._unsent.clear()
+        if self._theirs is not None:
+            self._theirs.close()
+            self._theirs = None
+        if (control := self._control) is not None:
+            self._control = None
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(control.fileno())
+            loop.remove_writer(control.fileno())
+            control.close()
+
+
+STEADY_S = 3.0
+"""Seconds that a gateway must run for its next restart to come at once again: connections wait for it."""
+
+
+async def start_gateway(supervisor: Supervisor, command: ChildCommand, keeper: ConnectionKeeper | None) -> Child:
+    """Start the first gateway."""
+    if keeper is None:
+        return await supervisor.start(command)
+    child = await supervisor.start(keeper.command_of(command))
+    keeper.gateway_started()
+    return child
+
+
+async def keep_gateway(
+    supervisor: Supervisor, child: Child, command: ChildCommand, keeper: ConnectionKeeper | None, say: Say
+) -> NoReturn:
+    """Restart a gateway whenever it ends. With a keeper, its connections go over to the next one."""
+    if keeper is None:
+        await keep_child(supervisor, child, command, say)
+    back_off, started_s = BackOff(first_pause_s=0.0, steady_s=STEADY_S), time.monotonic()
+    while True:
+        await child.ended()
+        keeper.gateway_ended()
+        is_planned, keeper.is_leaving = keeper.is_leaving, False
+        pause_s = 0.0 if is_planned else back_off.pause_s(time.monotonic() - started_s)
+        how = f"it starts again {f'in {pause_s:g} s' if pause_s else 'at once'}"
+        say(f"{child.why_it_ended()}; {how}, and {keeper.num_kept} connections wait for it")
+        await asyncio.sleep(pause_s)
+        started_s = time.monotonic()
+        try:
+            child = await supervisor.replace(child, keeper.command_of(command))
+            keeper.gateway_started()
+            await child.ready()
+        except ProcessDiedError:
+            continue
+        except OSError as error:
+            # The machine may have no memory for another process now.
+            say(f"{command.name} does not start: {error}")
+            continue
+        say(f"{command.name} serves again")
+
+
+def on_hangup(call: Callable[[], object]) -> None:
+    """Let SIGHUP call something, unless it means that the terminal of this process is gone, or is ignored."""
+    has_terminal = any(os.isatty(number) for number in (0, 2))
+    if not has_terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, call)
+
+
+# `penstock gateway --keep-connections`: this process is the keeper, and the gateway its child.
+
+START_TIMEOUT_S = 60.0
+
+
+def run_kept_gateway(command: ChildCommand, settings: GatewaySettings, logs: LogSettings) -> None:
+    """Run a gateway and its successors until SIGTERM or SIGINT. SIGHUP restarts the gateway, and cuts no answer."""
+    run_until_stopped(_run_kept(command, settings, logs), status=0)
+
+
+async def _run_kept(command: ChildCommand, settings: GatewaySettings, logs: LogSettings) -> None:
+    manager = ServiceManager.of_environment()
+    async with Supervisor(relay_of(logs), log_variables(logs)) as supervisor:
+        keeper = await ConnectionKeeper.open(settings.host, settings.port)
+        if keeper is None:
+            _log.warning("connections cannot outlive the gateway on this system")
+        else:
+            supervisor.before_stop.append(keeper.close)
+            on_hangup(keeper.leave)
+        # Only this process is the service's main process, so it alone tells the service manager.
+        command = replace(command, env={**command.env, "NOTIFY_SOCKET": ""})
+        child = await start_gateway(supervisor, command, keeper)
+        ready = await child.ready(timeout_s=START_TIMEOUT_S)
+        if os.environ.get(PROGRESS_VARIABLE) == "json":
+            print(json.dumps(ready), flush=True)  # noqa: T201
+        manager.ready(f"listens on {ready['url']}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(manager.feed())
+                tasks.create_task(keep_gateway(supervisor, child, command, keeper, _log.warning))
+        finally:
+            manager.stopping()

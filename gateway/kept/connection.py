@@ -1,0 +1,215 @@
+"""The connections of a gateway that its keeper holds too, so that they outlive the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from penstock.gateway.kept.slots import MAX_RECORD_BYTES, Slot, Slots
+from penstock.runtime.kept_sockets import (
+    DROP,
+    KEEP,
+    LEAVE,
+    READY,
+    Inherited,
+    counts_of,
+    receive_message,
+    send_message,
+    shut_down,
+)
+
+logger = logging.getLogger("penstock.gateway")
+
+
+class Keep:
+    """The gateway's side of its keeper: the slots, and the messages about connections."""
+
+    def __init__(self, inherited: Inherited) -> None:
+        self.slots = Slots(inherited.slots, inherited.num_slots)
+        self._control: socket.socket | None = socket.socket(fileno=inherited.control)
+        self._control.setblocking(False)
+        self._unsent: deque[int] = deque()
+        """Slots whose connections the keeper is to drop, and was not told yet."""
+        self.num_kept = 0
+        self.note_unkept: Callable[[str], None] = lambda _: None
+        """Counts an answer that could not be kept, by the reason."""
+        self.on_leave: Callable[[], None] = lambda: None
+        """Called when the keeper asks this gateway to leave its connections to a successor."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the keeper holds connections."""
+        return self._control is not None
+
+    async def kept_before(self) -> tuple[list[tuple[int, int]], int]:
+        """Return slot and descriptor of each connection of the predecessor, and when that one ended, in nanoseconds.
+
+        From then on, the keeper's messages are read as they arrive.
+        """
+        loop, control = asyncio.get_running_loop(), self._control
+        if control is None:
+            return [], 0
+        found: list[tuple[int, int]] = []
+        arrived = asyncio.Event()
+        try:
+            loop.add_reader(control.fileno(), arrived.set)
+            send_message(control, READY)
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                while (message := _received(control)) is not None:
+                    kind, number, descriptor = message
+                    if kind == KEEP and descriptor is not None:
+                        found.append((number, descriptor))
+                    elif kind == READY:
+                        loop.add_reader(control.fileno(), self._read)
+                        return found, number
+        except OSError:
+            self._lose_keeper()
+            return found, 0
+
+    def hold(self, connection: int) -> Slot | str:
+        """Let the keeper hold a duplicate of a connection, and return its slot, or the reason why it does not."""
+        control = self._control
+        if control is None:
+            return "no_keeper"
+        if (slot := self.slots.take()) is None:
+            return "too_many_connections"
+        try:
+            send_message(control, KEEP, slot.number, connection)
+        except OSError:
+            # The keeper is too slow just now. The next answer on this connection may be kept.
+            self.slots.free(slot.number)
+            return "busy_keeper"
+        self.num_kept += 1
+        return slot
+
+    def drop(self, slot: Slot) -> None:
+        """Let the keeper drop its duplicate of a connection."""
+        slot.clear()
+        self.num_kept -= 1
+        self._unsent.append(slot.number)
+        self._flush()
+
+    def _flush(self) -> None:
+        control = self._control
+        while self._unsent and control is not None:
+            try:
+                send_message(control, DROP, self._unsent[0])
+            except BlockingIOError:
+                asyncio.get_running_loop().add_writer(control.fileno(), self._flush)
+                return
+            except OSError:
+                self._lose_keeper()
+                return
+            # Only now, because the keeper must not take a later connection in this slot for the earlier one.
+            self.slots.free(self._unsent.popleft())
+        if control is not None:
+            asyncio.get_running_loop().remove_writer(control.fileno())
+
+    def _read(self) -> None:
+        control = self._control
+        try:
+            while control is not None and (message := _received(control)) is not None:
+                if message[0] == LEAVE:
+                    self.on_leave()
+        except OSError:
+            self._lose_keeper()
+
+    def _lose_keeper(self) -> None:
+        """Go on without a keeper, whose process has ended: its guard lets this gateway drain."""
+        if (control := self._control) is not None:
+            self._control = None
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(control.fileno())
+            loop.remove_writer(control.fileno())
+            control.close()
+
+
+def _received(control: socket.socket) -> tuple[bytes, int, int | None] | None:
+    """Return the next message, or None if there is none yet. Raises ConnectionResetError at the end."""
+    try:
+        message = receive_message(control)
+    except BlockingIOError:
+        return None
+    if message is None:
+        raise ConnectionResetError
+    return message
+
+
+class KeptConnection:
+    """One connection of a client. The keeper holds it from its first answer that is kept on."""
+
+    def __init__(self, keep: Keep, transport: Any) -> None:
+        self._keep = keep
+        self.transport = transport
+        self._slot: Slot | None = None
+        self._num_read = 0
+        self._is_ahead = False
+
+    @property
+    def _descriptor(self) -> int:
+        return int(self.transport.get_extra_info("socket").fileno())
+
+    def take_over(self, slot: Slot, num_read: int, *, is_ahead: bool) -> None:
+        """Go on with a connection that the keeper holds."""
+        self._slot, self._num_read, self._is_ahead = slot, num_read, is_ahead
+        self._keep.num_kept += 1
+
+    def note_received(self, num_bytes: int) -> None:
+        """Count received bytes."""
+        self._num_read += num_bytes
+
+    def note_ahead(self) -> None:
+        """Note that a request arrives behind the one that is being answered."""
+        self._is_ahead = True
+        if self._slot is not None:
+            self._slot.note_ahead()
+
+    def begin(self, record: bytes, num_counters: int) -> Slot | None:
+        """Note the record of an answer, and return its slot, or None if it cannot be kept."""
+        reason: str | Slot = "large_record"
+        if len(record) <= MAX_RECORD_BYTES:
+            num_waiting = self.transport.get_write_buffer_size()
+            counts = counts_of(self._descriptor)
+            reason = self._slot or ("no_counts" if counts is None else self._keep.hold(self._descriptor))
+            if isinstance(reason, Slot) and counts is not None:
+                self._slot = slot = reason
+                slot.begin(
+                    record,
+                    num_counters,
+                    num_before=counts.num_accepted + num_waiting,
+                    num_read=self._num_read,
+                    is_ahead=self._is_ahead,
+                )
+                return slot
+        if self._keep.is_alive:
+            self._keep.note_unkept(str(reason))
+        self.leave()
+        return None
+
+    def give_up(self, slot: Slot, reason: str) -> None:
+        """Note that an answer cannot be kept any more."""
+        self._keep.note_unkept(reason)
+        slot.lose()
+
+    def complete(self) -> None:
+        """Note the end of an answer."""
+        if self._slot is not None and not self.transport.get_write_buffer_size():
+            self._slot.idle(self._num_read)
+
+    def leave(self) -> None:
+        """Let the keeper drop the connection, which stays open here."""
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            self._keep.drop(slot)
+
+    def lose(self) -> None:
+        """End the connection: its descriptor is about to be closed, which alone would not end it."""
+        if self._slot is not None:
+            shut_down(self._descriptor)
+            self.leave()

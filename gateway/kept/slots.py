@@ -1,0 +1,289 @@
+"""The slots of shared memory in which a gateway notes its open answers for its successor.
+
+The memory is a memfd of the keeper. Each connection that is kept has a slot, which holds of its answer:
+
+    fixed part   state, record length, and what the kernel counted when the answer began
+    two commits  how far the answer is; one byte says which of both holds
+    record       what the answer is made from, besides the log of its jobs
+    ring         the newest bytes for the client: at least those that the kernel has not taken
+
+Bytes come into the ring before they are written to the connection, then a commit counts them. A commit goes into the
+other place than the one that holds, and counts by the store of one byte. So the process may be killed at any
+instruction. Where the connection has taken all earlier bytes, the ring begins anew, so a client that keeps up needs
+one page of memory. Otherwise the bytes that still wait move to the other half of the ring.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.runtime import crash_points
+
+SLOT_BYTES = 1 << 20
+"""Address space of a slot. Only the pages that were written take memory."""
+MAX_RECORD_BYTES = 256 << 10
+"""The largest record of an answer. An answer with a larger one is not kept."""
+MAX_COUNTERS = 64
+"""Most jobs of a stream that is kept."""
+VERSION = 1
+"""Of the layout. A successor of another version cannot go on with the answers."""
+FINAL, FAILED, WITHIN, CLOSES = 1, 2, 4, 8
+"""Flags of a commit: all bytes of the answer are in it; its error event is; it ends within an event; the connection
+closes after the answer."""
+EMPTY, IDLE, ANSWERING, LOST = 0, 1, 2, 3
+"""States: no connection; no open answer; an answer with a record; an answer that can only be cut off."""
+_FIXED = struct.Struct("<IBBBBIIQQ")
+"""Version, state, which commit holds, whether requests were read ahead, takeovers, counters, and bytes: of the record,
+those that the kernel had taken when the answer began, and those that were read of the connection."""
+_STATE, _SELECTOR, _AHEAD, _TAKEOVERS, _RECORD_BYTES, _READ = 4, 5, 6, 7, 12, 24
+_COMMIT = "<QQIHB"
+"""Bytes of the answer so far, the number of the ring's first byte, its place, the status, and flags."""
+_COUNTER = "QI"
+"""Event bytes of one job, and their checksum."""
+_BYTES_READ = struct.Struct("<Q")
+_LENGTH = struct.Struct("<I")
+_HALF = SLOT_BYTES // 2
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a gateway has left in a slot."""
+
+    version: int
+    state: int
+    is_ahead: bool
+    """Whether it read bytes of the connection behind the request that it was answering."""
+    num_takeovers: int
+    """Gateways that took the answer over, and died before they had gone on with it."""
+    record: bytes
+    num_before: int
+    """Bytes that the kernel had taken for this connection before the answer."""
+    num_read: int
+    """Bytes that were read of the connection, when the answer began or the last one was complete."""
+    total: int = 0
+    start: int = 0
+    at: int = 0
+    status: int = 0
+    flags: int = 0
+    counters: tuple[int, ...] = ()
+    """For each job, the number of event bytes so far, and their checksum."""
+
+
+class Slot:
+    """One slot, as the gateway that has its connection writes it."""
+
+    __slots__ = (
+        "_at",
+        "_base",
+        "_commit",
+        "_commits",
+        "_highest",
+        "_memory",
+        "_pack",
+        "_room",
+        "_selector",
+        "_selector_at",
+        "_start",
+        "_used",
+        "counters",
+        "flags",
+        "number",
+        "status",
+        "total",
+    )
+
+    def __init__(self, memory: mmap.mmap, number: int) -> None:
+        self._memory = memory
+        self._base = number * SLOT_BYTES
+        self.number = number
+        self._highest = self._base
+        """The end of the memory that was written."""
+        self._reset(0, 1)
+
+    def _reset(self, record_bytes: int, num_counters: int) -> None:
+        self._commit = struct.Struct(_COMMIT + _COUNTER * num_counters)
+        first = self._base + _FIXED.size
+        self._commits = (first, first + self._commit.size)
+        self._pack = self._commit.pack_into
+        self._selector, self._selector_at = 0, self._base + _SELECTOR
+        self._start = self._used = 0
+        self.total = self.status = self.flags = 0
+        self.counters = [0] * (2 * num_counters)
+        self._at = self._record_at + record_bytes
+        self._room = self._base + _HALF - self._at
+
+    @property
+    def _record_at(self) -> int:
+        return self._commits[1] + self._commit.size
+
+    def begin(
+        self, record: bytes, num_counters: int, *, num_before: int, num_read: int, is_ahead: bool = False
+    ) -> None:
+        """Note an answer before its first byte. The numbers and `is_ahead` are those of `Left`."""
+        self.clear(LOST)
+        self._reset(len(record), num_counters)
+        memory, base = self._memory, self._base
+        fixed = (VERSION, LOST, 0, is_ahead, 0, num_counters, len(record), num_before, num_read)
+        _FIXED.pack_into(memory, base, *fixed)
+        self._commit.pack_into(memory, self._commits[0], 0, 0, 0, 0, 0, *self.counters)
+        memory[self._record_at : self._at] = record
+        self._highest = max(self._highest, self._at)
+        memory[base + _STATE] = ANSWERING
+
+    def add(self, more: bytes) -> bool:
+        """Append to the record, before the answer's first byte. Return whether there is room."""
+        if self.total or self._at + len(more) - self._record_at > MAX_RECORD_BYTES:
+            return False
+        memory = self._memory
+        memory[self._at : self._at + len(more)] = more
+        self._at += len(more)
+        self._room -= len(more)
+        self._highest = max(self._highest, self._at)
+        _LENGTH.pack_into(memory, self._base + _RECORD_BYTES, self._at - self._record_at)
+        return True
+
+    def count(self, counter: int, events: bytes) -> None:
+        """Count the events of a job that the next commit includes."""
+        counters, at = self.counters, 2 * counter
+        counters[at] += len(events)
+        counters[at + 1] = zlib.crc32(events, counters[at + 1])
+
+    def put(self, data: bytes, num_waiting: int) -> bool:
+        """Note the answer's next bytes, before they are written. Return whether the slot could.
+
+        `num_waiting`: bytes of the connection that the kernel has not taken.
+        """
+        memory, size, total = self._memory, len(data), self.total
+        if not num_waiting:
+            self._start, end, used = total, self._at, size
+        else:
+            end, used = self._at + self._used, self._used + size
+        if used > self._room:
+            if not self._move(num_waiting, size):
+                return False
+            end, used = self._at + self._used, self._used + size
+        memory[end : end + size] = data
+        crash_points.point("between", "ring and commit")
+        self._used, self.total = used, total + size
+        if end + size > self._highest:
+            self._highest = end + size
+        self._selector = selector = 1 - self._selector
+        place = self._at - self._base
+        self._pack(
+            memory, self._commits[selector], total + size, self._start, place, self.status, self.flags, *self.counters
+        )
+        memory[self._selector_at] = selector
+        return True
+
+    def _move(self, num_waiting: int, size: int) -> bool:
+        """Let the ring go on in the other half, with the bytes that still wait. Return whether both have room there."""
+        num_waiting = min(num_waiting, self._used) if num_waiting else 0
+        is_first = self._at < self._base + _HALF
+        at = self._base + (_HALF if is_first else self._record_end())
+        room = _HALF if is_first else self._base + _HALF - at
+        if num_waiting + size > room:
+            return False
+        end = self._at + self._used
+        self._memory[at : at + num_waiting] = self._memory[end - num_waiting : end]
+        self._at, self._room = at, room
+        self._start, self._used = self.total - num_waiting, num_waiting
+        self._highest = max(self._highest, at + num_waiting)
+        return True
+
+    def _record_end(self) -> int:
+        (size,) = _LENGTH.unpack_from(self._memory, self._base + _RECORD_BYTES)
+        return self._record_at + int(size)
+
+    def idle(self, num_read: int) -> None:
+        """Note that the answer is complete, and how many bytes of the connection were read by then."""
+        self.clear(LOST)
+        _BYTES_READ.pack_into(self._memory, self._base + _READ, num_read)
+        self._memory[self._base + _STATE] = IDLE
+
+    def lose(self) -> None:
+        """Note that no successor can go on with the answer."""
+        self.clear(LOST)
+
+    def note_ahead(self) -> None:
+        """Note that bytes behind the request were read."""
+        self._memory[self._base + _AHEAD] = 1
+
+    def set_takeovers(self, number: int) -> None:
+        """Note how many gateways have died with this answer before they had gone on with it."""
+        self._memory[self._base + _TAKEOVERS] = number
+
+    def clear(self, state: int = EMPTY) -> None:
+        """Remove the texts of the answer from the memory."""
+        memory, base = self._memory, self._base
+        memory[base + _STATE] = state
+        # The state keeps its place in the first page; further pages go back to the system.
+        if self._highest > base + _PAGE:
+            memory.madvise(mmap.MADV_REMOVE, base + _PAGE, -(-(self._highest - base) // _PAGE) * _PAGE - _PAGE)
+        last = min(self._highest, base + _PAGE)
+        start = base + _FIXED.size
+        if last > start:
+            memory[start:last] = bytes(last - start)
+        self._highest = base
+
+    def left(self) -> Left:
+        """Return what the slot has of an earlier gateway. Raises ValueError if it is not of this version."""
+        memory, base = self._memory, self._base
+        version, state, selector, ahead, takeovers, num_counters, size, before, read = _FIXED.unpack_from(memory, base)
+        if version != VERSION or num_counters > MAX_COUNTERS + 1 or size > MAX_RECORD_BYTES:
+            raise ValueError(f"a slot of version {version}")
+        if state != ANSWERING:
+            return Left(version, state, bool(ahead), takeovers, b"", before, read)
+        commit = struct.Struct(_COMMIT + _COUNTER * num_counters)
+        first = base + _FIXED.size
+        record_at = first + 2 * commit.size
+        total, start, at, status, flags, *counters = commit.unpack_from(memory, first + selector * commit.size)
+        record = memory[record_at : record_at + size]
+        answer = (total, start, at, status, flags, tuple(counters))
+        return Left(version, state, bool(ahead), takeovers, record, before, read, *answer)
+
+    def continue_from(self, left: Left) -> None:
+        """Go on with what an earlier gateway left."""
+        self._reset(len(left.record), len(left.counters) // 2 or 1)
+        memory, base = self._memory, self._base
+        self._selector = memory[base + _SELECTOR]
+        self._highest = base + SLOT_BYTES  # Its end is not known, so all goes back at the end.
+        self.total, self.status, self.flags = left.total, left.status, left.flags
+        self.counters = [*left.counters] or self.counters
+        if left.at:
+            self._at = base + left.at
+            self._room = base + (_HALF if left.at < _HALF else SLOT_BYTES) - self._at
+        self._start, self._used = left.start, left.total - left.start
+
+    def rest(self, left: Left, num_taken: int) -> bytes:
+        """Return the bytes of the answer after its first `num_taken`. Raises ValueError if the ring lacks some."""
+        if not left.start <= num_taken <= left.total:
+            raise ValueError(f"the ring has the bytes {left.start} to {left.total}, not those from {num_taken}")
+        at = self._base + left.at - left.start
+        return self._memory[at + num_taken : at + left.total]
+
+
+class Slots:
+    """All slots of a gateway."""
+
+    def __init__(self, descriptor: int, count: int) -> None:
+        self._memory = mmap.mmap(descriptor, count * SLOT_BYTES)
+        self._free = list(range(count - 1, -1, -1))
+
+    def take(self) -> Slot | None:
+        """Return a free slot, or None if there is none."""
+        return Slot(self._memory, self._free.pop()) if self._free else None
+
+    def taken(self, numbers: Sequence[int]) -> list[Slot]:
+        """Return the slots of an earlier gateway; all others are free."""
+        used = set(numbers)
+        self._free = [number for number in self._free if number not in used]
+        return [Slot(self._memory, number) for number in numbers]
+
+    def free(self, number: int) -> None:
+        """Take back the slot of a connection that the keeper has been told to drop."""
+        self._free.append(number)

@@ -1,0 +1,164 @@
+"""The keeper of a gateway holds its connections, gives them to the next one, and ends those that none takes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.cli import keeper as module
+from penstock.cli.keeper import ConnectionKeeper
+from penstock.cli.processes import BackOff, ChildCommand
+from penstock.contract.errors import ConfigError
+from penstock.gateway.kept.connection import Keep
+from penstock.gateway.kept.slots import SLOT_BYTES, Slot
+from penstock.runtime.kept_sockets import KEEPER_VARIABLE, Inherited, receive_message
+
+COMMAND = ChildCommand("gateway", ("gateway",), {"A": "b"}, 1.0)
+
+
+@asynccontextmanager
+async def opened(num_slots: int = 4) -> AsyncIterator[ConnectionKeeper]:
+    keeper = ConnectionKeeper([socket.create_server(("127.0.0.1", 0))], os.memfd_create("slots"), num_slots)
+    os.ftruncate(keeper._slots, num_slots * SLOT_BYTES)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+def gateway_of(keeper: ConnectionKeeper) -> Keep:
+    """Return the side of a gateway that was just started, whose descriptors are its own."""
+    inherited = Inherited.of_environment(keeper.command_of(COMMAND).env)
+    assert inherited is not None
+    keep = Keep(Inherited(os.dup(inherited.control), inherited.slots, inherited.num_slots, inherited.listeners))
+    keeper.gateway_started()
+    return keep
+
+
+def end(keep: Keep) -> None:
+    keep._lose_keeper()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    client.settimeout(10)
+    yield client, ours
+    client.close()
+    ours.close()
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_connection_moves_to_the_next_gateway(pair):
+    client, ours = pair
+    async with opened() as keeper:
+        first = gateway_of(keeper)
+        assert await first.kept_before() == ([], 0)
+        slot = first.hold(ours.fileno())
+        assert isinstance(slot, Slot)
+        ours.close()
+        end(first)
+        keeper.gateway_ended()
+        assert keeper.num_kept == 1
+        client.sendall(b"still open")
+        second = gateway_of(keeper)
+        ((number, descriptor),), ended_ns = await second.kept_before()
+        assert number == slot.number and ended_ns > 0
+        (taken,) = second.slots.taken([number])
+        with socket.socket(fileno=descriptor) as again:
+            assert again.recv(20) == b"still open"
+            again.sendall(b"answer")
+            assert client.recv(20) == b"answer"
+        second.num_kept += 1
+        second.drop(taken)
+        await turns()
+        assert keeper.num_kept == 0 and client.recv(1) == b""
+        end(second)
+
+
+async def test_connections_that_no_gateway_takes_end(pair, monkeypatch):
+    client, ours = pair
+    monkeypatch.setattr(module, "KEEP_S", 0.05)
+    async with opened() as keeper:
+        keep = gateway_of(keeper)
+        assert isinstance(keep.hold(ours.fileno()), Slot)
+        ours.close()
+        end(keep)
+        keeper.gateway_ended()
+        assert keeper.num_kept == 1
+        await asyncio.sleep(0.2)
+        assert keeper.num_kept == 0 and client.recv(1) == b""
+
+
+async def test_the_stop_of_the_command_ends_no_connection_of_the_gateway(pair):
+    client, ours = pair
+    async with opened() as keeper:
+        keep = gateway_of(keeper)
+        await keep.kept_before()
+        slot = keep.hold(ours.fileno())
+        assert isinstance(slot, Slot)
+        await turns()
+    await turns()
+    assert not keep.is_alive and keep.hold(ours.fileno()) == "no_keeper"
+    ours.sendall(b"goes on")
+    assert client.recv(20) == b"goes on"
+
+
+async def test_more_connections_than_slots_are_not_kept(pair):
+    _, ours = pair
+    async with opened(num_slots=1) as keeper:
+        keep = gateway_of(keeper)
+        slot = keep.hold(ours.fileno())
+        assert isinstance(slot, Slot) and keep.hold(ours.fileno()) == "too_many_connections"
+        keep.drop(slot)
+        assert isinstance(keep.hold(ours.fileno()), Slot)
+        end(keep)
+
+
+async def test_a_gateway_is_asked_to_leave():
+    async with opened() as keeper:
+        keep = gateway_of(keeper)
+        asked = asyncio.Event()
+        keep.on_leave = asked.set
+        await keep.kept_before()
+        keeper.leave()
+        await asyncio.wait_for(asked.wait(), 10)
+        assert keeper.is_leaving
+        end(keep)
+
+
+async def test_a_taken_address_is_refused_with_its_name():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            await ConnectionKeeper.open("127.0.0.1", port)
+
+
+def test_the_command_names_what_the_gateway_inherits():
+    inherited = Inherited(3, 4, 100, (5, 6))
+    assert Inherited.of_environment(inherited.variable) == inherited
+    assert inherited.descriptors == (3, 4, 5, 6) and Inherited.of_environment({KEEPER_VARIABLE: ""}) is None
+
+
+def test_a_gateway_starts_again_at_once_unless_it_ends_again_and_again():
+    back_off = BackOff(first_pause_s=0.0, steady_s=3.0)
+    assert [back_off.pause_s(0.1) for _ in range(4)] == [0.0, 0.5, 1.0, 2.0]
+    assert back_off.pause_s(5.0) == 0.0
+
+
+def test_a_message_without_its_descriptor_is_read():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.close()
+        assert receive_message(ours) is None

@@ -1,0 +1,184 @@
+"""A slot tells exactly which bytes a client lacks, whenever its gateway is killed."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import socket
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from itertools import count
+
+import pytest
+
+from penstock.gateway.http.protocol import MAX_BUFFERED_BYTES
+from penstock.gateway.kept.slots import (
+    ANSWERING,
+    EMPTY,
+    FINAL,
+    IDLE,
+    LOST,
+    MAX_RECORD_BYTES,
+    SLOT_BYTES,
+    VERSION,
+    Slot,
+    Slots,
+)
+from penstock.runtime import crash_points
+from penstock.runtime.kept_sockets import counts_of
+
+
+class KilledError(Exception):
+    """In place of a SIGKILL."""
+
+
+class Connection:
+    """A connection whose kernel takes some of the bytes that are written."""
+
+    def __init__(self) -> None:
+        self.taken = bytearray()
+        self.waiting = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self.waiting += data
+        self.take(max(len(self.waiting) - MAX_BUFFERED_BYTES, 0))
+        self.take(random.choice((0, len(self.waiting), len(self.waiting) // 2)))
+
+    def take(self, num_bytes: int) -> None:
+        self.taken += self.waiting[:num_bytes]
+        del self.waiting[:num_bytes]
+
+
+def killing(dies_at: str, numbers: Iterator[int], kill_at: int, _: str, what: str) -> None:
+    if what == dies_at and next(numbers) == kill_at:
+        raise KilledError
+
+
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    with closing(mmap.mmap(-1, 2 * SLOT_BYTES)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("dies_at", ["", "ring and commit", "commit and write"])
+@pytest.mark.parametrize("size", [100, 40_000])
+def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypatch, dies_at, size):
+    random.seed(size)
+    for _ in range(20):
+        slot, connection = Slot(memory, 1), Connection()
+        slot.begin(b"record", 1, num_before=7, num_read=9)
+        sent, num_parts, kill_at = b"", random.randint(1, 40), random.randint(0, 40)
+        events = b""
+
+        monkeypatch.setattr(crash_points, "point", partial(killing, dies_at, count(), kill_at))
+        try:
+            for _ in range(num_parts):
+                part = random.randbytes(random.randint(1, size))
+                slot.count(0, part)
+                assert slot.put(part, len(connection.waiting))
+                sent, events = sent + part, events + part
+                crash_points.point("between", "commit and write")
+                connection.write(part)
+        except KilledError:
+            pass
+        monkeypatch.undo()
+        left = Slot(memory, 1).left()
+        assert (left.state, left.record, left.num_before, left.num_read) == (ANSWERING, b"record", 7, 9)
+        again = Slot(memory, 1)
+        again.continue_from(left)
+        assert bytes(connection.taken) + again.rest(left, len(connection.taken)) == sent
+        assert left.counters == (len(events), zlib.crc32(events))
+        assert again.put(b"more", len(sent) - len(connection.taken))
+        left = Slot(memory, 1).left()
+        assert bytes(connection.taken) + again.rest(left, len(connection.taken)) == sent + b"more"
+
+
+def test_a_slow_client_needs_both_halves_of_the_ring_and_no_more(memory):
+    slot, waiting = Slot(memory, 0), 16_000
+    slot.begin(b"r" * 1000, 1, num_before=0, num_read=0)
+    sent = bytearray()
+    for number in range(300):
+        part = bytes([number % 256]) * 10_000
+        sent += part
+        assert slot.put(part, min(waiting, len(sent) - len(part)))
+        left = slot.left()
+        assert slot.rest(left, len(sent) - min(waiting, len(sent))) == sent[-waiting:]
+    assert bytes(memory[SLOT_BYTES:]) == bytes(SLOT_BYTES)
+
+
+def test_what_does_not_fit_is_not_kept(memory):
+    slot = Slot(memory, 0)
+    slot.begin(b"", 1, num_before=0, num_read=0)
+    assert not slot.put(bytes(SLOT_BYTES), 0)
+    slot.lose()
+    assert slot.left().state == LOST
+    slot.begin(b"", 1, num_before=0, num_read=0)
+    assert slot.add(bytes(1000)) and not slot.add(bytes(MAX_RECORD_BYTES))
+    assert slot.put(b"head", 0) and not slot.add(b"late")
+    assert slot.left().record == bytes(1000)
+
+
+def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory):
+    slot = Slot(memory, 0)
+    for size in (10, 50_000):
+        slot.begin(b"secret" * 50, 1, num_before=0, num_read=0)
+        slot.flags = FINAL
+        slot.put(b"secret" * size, 0)
+        assert slot.left().flags == FINAL
+        slot.idle(77)
+        assert (slot.left().state, slot.left().num_read) == (IDLE, 77)
+        assert b"secret" not in memory[:SLOT_BYTES]
+    slot.clear()
+    assert slot.left().state == EMPTY
+
+
+def test_a_slot_of_another_version_is_refused(memory):
+    slot = Slot(memory, 0)
+    slot.begin(b"", 1, num_before=0, num_read=0)
+    memory[0] = VERSION + 1
+    with pytest.raises(ValueError, match="version"):
+        slot.left()
+
+
+def test_slots_are_given_once(tmp_path):
+    with open(tmp_path / "memory", "w+b") as file:
+        file.truncate(3 * SLOT_BYTES)
+        slots = Slots(file.fileno(), 3)
+        assert [slot.number for slot in slots.taken([1])] == [1]
+        first, second = slots.take(), slots.take()
+        assert first is not None and second is not None and {first.number, second.number} == {0, 2}
+        assert slots.take() is None
+        slots.free(1)
+        third = slots.take()
+        assert third is not None and third.number == 1
+
+
+def test_the_kernel_tells_what_it_has_taken_and_what_was_read():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as peer:
+        ours, _ = listener.accept()
+        with ours:
+            ours.setblocking(False)
+            counts = counts_of(ours.fileno())
+            assert counts is not None and (counts.num_accepted, counts.num_read) == (0, 0)
+            taken = 0
+            with pytest.raises(BlockingIOError):
+                while True:
+                    taken += ours.send(bytes(100_000))
+            peer.sendall(b"12345")
+            counts = counts_of(ours.fileno())
+            assert counts is not None and counts.num_accepted == taken
+            got = 0
+            while got < taken:
+                got += len(peer.recv(1 << 16))
+                counts = counts_of(ours.fileno())
+                assert counts is not None and counts.num_accepted == taken
+            peer.shutdown(socket.SHUT_WR)
+            ours.setblocking(True)
+            assert ours.recv(3) == b"123"
+            counts = counts_of(ours.fileno())
+            assert counts is not None and counts.num_read == 3
+            assert ours.recv(3) == b"45" and ours.recv(3) == b""
+            counts = counts_of(ours.fileno())
+            assert counts is not None and counts.num_read == 5
