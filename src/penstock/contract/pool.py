@@ -206,6 +206,8 @@ EVENTS = {
     "given_back_pressure": "jobs that a node gave back because another node had capacity for them",
     "given_back_lacking": "jobs that a node gave back because it lacks their adapter, or does not know a field of them",
     "given_back_lost": "jobs that a node gave back because one of its ranks ended during their step",
+    "given_back_failed": "jobs that a node gave back for another attempt, after an error of its own",
+    "output_rejected": "jobs whose output their check refused, and that another job took the place of",
     "given_back_unlisted": "jobs assigned to a node that did not know of them",
     "webhooks_dropped": "ends of jobs that no webhook tells of, because their tenant had 100,000 of them in the pool",
     "clock_jumps": "jumps of Redis's clock, such as after a fail-over to another machine",

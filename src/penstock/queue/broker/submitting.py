@@ -244,13 +244,25 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "metadata": metadata,
         "retry_of": (job.retry_of or "").rpartition(".")[2],
         "webhooks": " ".join(job.webhooks),
+        "more": _rare_fields_of(job),
         "model": short(submission.model),
         "words": first_words(job),
     }
     # submit.lua has the defaults.
-    for name in [name for name, value in row.items() if value is None or value == ""]:
+    for name in [name for name, value in row.items() if value is None or value == "" or value == {}]:
         del row[name]
     return PackedSubmission(job, inbox, terms, row, request, record.data)
+
+
+def _rare_fields_of(job: JobDef) -> dict[str, str]:
+    """Return the fields of a job's record that few jobs have."""
+    if job.max_attempts is None and job.retry_backoff_ms is None and job.concurrency_key is None:
+        return {}
+    found = dict[str, str]()
+    if not (job.max_attempts is None and job.retry_backoff_ms is None):
+        terms = (job.max_attempts, job.retry_backoff_ms)
+        found["retry"] = " ".join("-" if one is None else str(one) for one in terms)
+    return found
 
 
 def _packed_terms(terms: Terms) -> dict[str, Any]:

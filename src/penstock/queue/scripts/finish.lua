@@ -8,6 +8,8 @@
 --   preemptions: how often the node's engine preempted the job's sequences.
 --   prompt, completion, cached, reasoning: tokens that the job used; reasoning is absent for 0. log_bytes: size of all
 --   its chunks. Absent where unknown.
+--   successor: {id, request} of the job that takes its place if it has another attempt, because its check refused the
+--   output; absent for none.
 --   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
 -- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text.
 --   A queued job that was never taken, as Redis says, is ended as one of this node: Redis lost the take.
@@ -36,6 +38,47 @@ local function read_untaken(id)
   local job = mended(read_job(id))
   if not job or job.taken ~= '' or redis.call('EXISTS', log_key(id)) == 1 then return nil end
   return job
+end
+
+-- Submits the job that takes the place of a refused one: with the same terms, as another attempt, and with a reader again
+-- only once one attaches.
+local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
+  'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
+  'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'extra', 'submitted', 'accepted'}
+
+local function submit_successor(old, id, request, number, pause)
+  local job, fields = {id = id}, {}
+  for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
+    if value then job[COPIED[at]] = value end
+  end
+  job.state, job.node, job.lease, job.first, job.cancel, job.entry = 'queued', '', '', '', '', DELAYED
+  job.unread, job.inboxes, job.losses, job.preemptions, job.idem = channels.is(job.channel) and '' or now, '', 0, 0, ''
+  job.held = #request + RECORD_BYTES + (whole(job.extra) or 0)
+  job.accepted, job.attempts, job.retry_of = job.accepted or job.submitted, number + 1, string.match(old.id, '[^.]*$')
+  if job.ms_per_token then job.charged = 0 end
+  if pause > 0 then job.submitted = now + pause end
+  for name, value in pairs(job) do
+    if name ~= 'id' then fields[#fields + 1], fields[#fields + 2] = name, value end
+  end
+  sure('SET', P .. ':request:' .. id, request)
+  redis.call('HSET', job_key(id), unpack(fields))
+  add_member(P .. ':open', id)
+  add_member(P .. ':tenant:' .. job.tenant .. ':open', id)
+  redis.call('ZADD', lists.key(pause > 0 and 'scheduled' or 'queued', job.tenant), 0, id)
+  for at = 1, 4 do
+    if job['tag' .. at] then redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. job['tag' .. at], 0, id) end
+  end
+  local metadata = job.extra and redis.call('GET', P .. ':metadata:' .. old.id)
+  if metadata then sure('SET', P .. ':metadata:' .. id, metadata) end
+  count_bytes(P .. ':stored', job.tenant, job.held)
+  count_event('submitted')
+  count_event('output_rejected')
+  note_due(job)
+  if pause > 0 then
+    delay_job(job)
+  elseif token_limit.admits_job(token_limit.read_terms(job), now) then
+    token_limit.queue_late(job, job.submitted)
+  end
 end
 
 local function finish_job(one, result)
@@ -70,10 +113,18 @@ local function finish_job(one, result)
     correct_charge(job, kv_token_ms / weight_of(job) - charged_of(job))
   end
   note_preemptions(id, one.preemptions or 0)
+  local number, pause
+  if one.successor and redis.call('HGET', job_key(id), 'cancel') ~= '1' then number, pause = attempts.next(job, now) end
+  if number then
+    fields[#fields + 1], fields[#fields + 2] = 'retried_as', string.match(one.successor[1], '[^.]*$')
+    -- The end of the last job is told.
+    job.webhooks = ''
+  end
   local reported = {prompt = one.prompt, completion = one.completion, cached = one.cached,
     reasoning = one.reasoning, log_bytes = one.log_bytes, result_bytes = #result, kv_token_ms = kv_token_ms}
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
   end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
+  if number then submit_successor(job, one.successor[1], one.successor[2], number, pause) end
   return 'OK'
 end
 

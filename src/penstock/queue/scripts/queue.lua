@@ -921,10 +921,50 @@ local function note_lease_end(job, now, why)
   end
 end
 
+-- Moves an open job that is in no queue out of it until a time, in ms. From then on it counts as submitted. Its tokens stay
+-- charged, and no longer count as those that it may use in this minute.
+local function postpone(job, at, now)
+  if not redis.call('HGET', job_key(job.id), 'accepted') then
+    redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
+  end
+  if redis.call('HGET', job_key(job.id), 'may_use') then token_limit.settle_tokens(job, 0, now) end
+  redis.call('HDEL', job_key(job.id), 'to_charge')
+  job.entry, job.submitted = DELAYED, at
+  redis.call('HSET', job_key(job.id), 'entry', DELAYED, 'submitted', at)
+  delay_job(job)
+  note_due(job)
+end
+
+-- How often a job may be tried, and the mean ms before its second attempt: its own terms, or else the pool's.
+local attempts = {}
+
+function attempts.terms_of(retry)
+  local DEFAULT_PAUSE_MS = 1000
+  local most, pause = string.match(retry or '', '^(%S+) (%S+)$')
+  local of_pool = redis.call('HMGET', KEYS[1], 'max_attempts', 'retry_backoff_ms')
+  return whole(most) or whole(of_pool[1]) or 1, whole(pause) or whole(of_pool[2]) or DEFAULT_PAUSE_MS
+end
+
+-- The number of a job's present attempt, and the ms before the next one; nil if this was the last one. The pause doubles with
+-- each attempt, and is chosen between half and one and a half of that. A lease has random digits.
+function attempts.next(job, now)
+  local MAX_PAUSE_MS = 3600000
+  local retry, number = unpack(redis.call('HMGET', job_key(job.id), 'retry', 'attempts'))
+  local most, mean = attempts.terms_of(retry)
+  number = whole(number) or 1
+  if number >= most then return nil end
+  local share = tonumber(string.match(job.lease, ':(%x%x%x%x)') or '8000', 16) / 65535
+  local pause = math.floor(math.min(MAX_PAUSE_MS, mean * 2 ^ (number - 1)) * (0.5 + share))
+  local deadline = whole(redis.call('HGET', job_key(job.id), 'deadline') or '')
+  if deadline and now + pause >= deadline then return nil end
+  return number, pause
+end
+
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
 -- refunded. Until `avoid_until`, in ms, its last node does not take it again. `why`: drain, pressure, lacking (see
--- give_back.lua), lost (its node), unlisted (by its node's heartbeat) or repaired (by an audit).
-local function requeue(job, now, why, cost, avoid_until)
+-- give_back.lua), lost (its node), unlisted (by its node's heartbeat), repaired (by an audit), or failed/<code> (after an
+-- error). `pause`: ms before the next attempt, or nil; it then counts as submitted after these.
+local function requeue(job, now, why, cost, avoid_until, pause)
   note_lease_end(job, now, why)
   local tenant, logged, grown = count_log(job.id)
   count_bytes(P .. ':stored', tenant or job.tenant, logged)
@@ -933,6 +973,11 @@ local function requeue(job, now, why, cost, avoid_until)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
     'reserved', 0, 'avoid', job.node, 'avoid_until', avoid_until)
+  if pause and pause > 0 then
+    lists.move(job, 'running', 'scheduled')
+    postpone(job, now + pause, now)
+    return correct_charge(job, -charged_of(job))
+  end
   redis.call('ZADD', requeued_key(job), job.submitted, job.id)
   lists.move(job, 'running', 'queued')
   note_queued(job)

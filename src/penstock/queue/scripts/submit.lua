@@ -18,6 +18,7 @@
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON. retry_of: the uuid of the job's id that it repeats.
 --   webhooks: ids of the endpoints that are told of its end, separated by spaces.
+--   more: what few jobs have, or absent: a map of the fields retry, key and key_terms (prelude.lua).
 --   keep_ms: how long the record of a stored response and the job's result are kept after the end.
 --   response: the stored record of a response, or ''.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
@@ -537,6 +538,7 @@ local function write_record(job, entry, is_delayed)
     if is_delayed then add('to_charge', job.reserved_tokens, 'burst_ms', terms.burst_s * 1000) end
   end
   if job.may_use then add('may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
+  for name, value in pairs(job.more or {}) do add(name, value) end
   sure('HSET', job_key(job.id), unpack(fields))
 end
 
