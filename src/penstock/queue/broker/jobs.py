@@ -40,7 +40,7 @@ STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
-    *("webhooks", "channel", "model", "words", "attempts", "retried_as", "retry"),
+    *("webhooks", "channel", "model", "words", "attempts", "retried_as", "retry", "key"),
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -104,6 +104,8 @@ class JobStatus:
     """How often it may be tried, if its submission says so."""
     retried_as: str | None = None
     """The id of the job that took its place, because its output was refused."""
+    concurrency_key: str | None = None
+    """The key whose limits it shares with other jobs."""
     first_words: str = ""
     """The first words of the prompt, of a chat those of the user's last message; empty for token ids."""
 
@@ -150,6 +152,7 @@ def status_of(
         webhooks=tuple(fields["webhooks"].split()),
         own_channel=channel_of_field(fields["channel"]),
         model=fields["model"],
+        concurrency_key=fields["key"] or None,
         attempt=max(1, whole(fields["attempts"])),
         max_attempts=whole(fields["retry"].partition(" ")[0]) or None,
         retried_as=f"{pool_of(job_id)}.{fields['retried_as']}" if fields["retried_as"] else None,

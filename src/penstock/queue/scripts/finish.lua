@@ -114,7 +114,7 @@ local function finish_job(one, result)
   end
   note_preemptions(id, one.preemptions or 0)
   local number, pause
-  if one.successor and redis.call('HGET', job_key(id), 'cancel') ~= '1' then number, pause = attempts.next(job, now) end
+  if one.successor and redis.call('HGET', job_key(id), 'cancel') ~= '1' then number, pause = again.next_attempt(job, now) end
   if number then
     fields[#fields + 1], fields[#fields + 2] = 'retried_as', string.match(one.successor[1], '[^.]*$')
     -- The end of the last job is told.
