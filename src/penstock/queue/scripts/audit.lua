@@ -93,7 +93,7 @@ end
 local function kind_of(name)
   local head = string.match(name, '^[^:]+')
   if head == 'queue' then return 'stream' end
-  if head == 'open' or head == 'tenant' or head == 'running' then return 'set' end
+  if head == 'open' or head == 'tenant' or head == 'running' or head == 'keyed' then return 'set' end
   return 'zset'
 end
 
