@@ -122,7 +122,7 @@ STOPPING_PARTS = frozenset((RANKS_PART, SCRIPTS_PART))
 """A node takes no jobs while one of these is unhealthy, and is not ready."""
 
 WaitState = Literal["queued", "scheduled", "awaiting_tokens", "awaiting_key"]
-"""Why a job waits: for a node, for its time (`not_before`), for its tenant's tokens and rates, or for its concurrency key."""
+"""Why a job waits: for a node, its time (`not_before`), its tenant's tokens and rates, or its concurrency key."""
 WAIT_STATES: tuple[WaitState, ...] = get_args(WaitState)
 NO_JOBS: PerLevel = (0,) * NUM_LEVELS
 
