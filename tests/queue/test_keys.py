@@ -19,6 +19,7 @@ NAMED = {
     "requeue": "requeue",
     "release_delayed": "release",
     "release_waiting": "release",
+    "submit_successor": "submit",
 }
 """Functions of the scripts that the table has as writers themselves."""
 SCRIPTS = {

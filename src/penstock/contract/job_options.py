@@ -208,7 +208,7 @@ class QueueFields(BaseModel):
         Field(min_length=1, max_length=3),
         Option(
             {RESPONSES: None, **_NOT_DELAYED},
-            flag="An error after which the job is tried again; repeatable. Default: all.",
+            flag="An error after which it is tried again. Repeat it for several. Default: all.",
             help="the errors after which it is tried again: `model_error`, `internal_error`, `output_rejected`; by "
             "default all of them.",
         ),

@@ -17,7 +17,13 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:delayed                zset    submit, release, end                 `<l>:<t>` → when to look at its delayed jobs
     P:awaiting:<t>           zset    submit, release; end                 ids of the tenant's jobs that wait for its
                                                                           tokens, by level and submission time
-    P:awaiting               zset    submit, release, end                 tenant → when to look at its waiting jobs
+    P:awaiting:<t>:<key>     zset    submit, release; end                 the same of those that wait for their key
+    P:awaiting               zset    submit, release, requeue, end        tenant, or `<t>:<key>` → when to look at its
+                                                                          waiting jobs
+    P:keyed:<t>:<key>        set     submit, release; requeue, end        ids with that key that are queued or running
+    P:paced:<t>:<key>        list    submit, release                      when the last ones joined the queue; as long
+                                                                          as they count
+    P:keys:<t>               set     submit; end                          the tenant's keys with open jobs
     P:waiting:<l>            zset    submit, requeue, release; take, end  all queued ids, by submission time
     P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
                                                                           submission time

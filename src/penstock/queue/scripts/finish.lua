@@ -40,47 +40,6 @@ local function read_untaken(id)
   return job
 end
 
--- Submits the job that takes the place of a refused one: with the same terms, as another attempt, and with a reader again
--- only once one attaches.
-local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
-  'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
-  'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'extra', 'submitted', 'accepted'}
-
-local function submit_successor(old, id, request, number, pause)
-  local job, fields = {id = id}, {}
-  for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
-    if value then job[COPIED[at]] = value end
-  end
-  job.state, job.node, job.lease, job.first, job.cancel, job.entry = 'queued', '', '', '', '', DELAYED
-  job.unread, job.inboxes, job.losses, job.preemptions, job.idem = channels.is(job.channel) and '' or now, '', 0, 0, ''
-  job.held = #request + RECORD_BYTES + (whole(job.extra) or 0)
-  job.accepted, job.attempts, job.retry_of = job.accepted or job.submitted, number + 1, string.match(old.id, '[^.]*$')
-  if job.ms_per_token then job.charged = 0 end
-  if pause > 0 then job.submitted = now + pause end
-  for name, value in pairs(job) do
-    if name ~= 'id' then fields[#fields + 1], fields[#fields + 2] = name, value end
-  end
-  sure('SET', P .. ':request:' .. id, request)
-  redis.call('HSET', job_key(id), unpack(fields))
-  add_member(P .. ':open', id)
-  add_member(P .. ':tenant:' .. job.tenant .. ':open', id)
-  redis.call('ZADD', lists.key(pause > 0 and 'scheduled' or 'queued', job.tenant), 0, id)
-  for at = 1, 4 do
-    if job['tag' .. at] then redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. job['tag' .. at], 0, id) end
-  end
-  local metadata = job.extra and redis.call('GET', P .. ':metadata:' .. old.id)
-  if metadata then sure('SET', P .. ':metadata:' .. id, metadata) end
-  count_bytes(P .. ':stored', job.tenant, job.held)
-  count_event('submitted')
-  count_event('output_rejected')
-  note_due(job)
-  if pause > 0 then
-    delay_job(job)
-  elseif token_limit.admits_job(token_limit.read_terms(job), now) then
-    token_limit.queue_late(job, job.submitted)
-  end
-end
-
 local function finish_job(one, result)
   local id, lease, index, state = one.id, one.lease, one.index, one.state
   local kv_token_ms, chunks = one.kv_token_ms, one.chunks or {}
@@ -124,7 +83,7 @@ local function finish_job(one, result)
     reasoning = one.reasoning, log_bytes = one.log_bytes, result_bytes = #result, kv_token_ms = kv_token_ms}
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
   end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
-  if number then submit_successor(job, one.successor[1], one.successor[2], number, pause) end
+  if number then again.submit_successor(job, one.successor, number, pause, now) end
   return 'OK'
 end
 

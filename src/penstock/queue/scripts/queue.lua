@@ -712,7 +712,7 @@ do
   local function name_of(job) return job.tenant .. ':' .. job.key end
 
   -- Ms for which a job must wait for its key; 0 for none.
-  local function wait_of(job, now)
+  local function wait_for_key(job, now)
     local name = name_of(job)
     local most, num, span = string.match(job.key_terms or '', '^(%S+) (%S+) (%S+)$')
     most, num, span = whole(most), whole(num), whole(span)
@@ -721,7 +721,7 @@ do
     return oldest and math.max(0, oldest + span - now) or 0
   end
 
-  local function enter(job, now)
+  local function take_place(job, now)
     local name = name_of(job)
     local num, span = string.match(job.key_terms or '', '^%S+ (%d+) (%d+)$')
     redis.call('SADD', P .. ':keyed:' .. name, job.id)
@@ -738,9 +738,9 @@ do
     if redis.call('SISMEMBER', P .. ':keyed:' .. name, job.id) == 1 then return true end
     redis.call('SADD', P .. ':keys:' .. job.tenant, job.key)
     local is_first = keyed.is_first(name, job)
-    local wait = is_first and wait_of(job, now) or LOOK_AGAIN_MS
+    local wait = is_first and wait_for_key(job, now) or LOOK_AGAIN_MS
     if wait == 0 then
-      enter(job, now)
+      take_place(job, now)
       return true
     end
     keyed.await(name, job, is_first, wait, now)
@@ -748,7 +748,7 @@ do
   end
 
   -- Gives back the place of a job that ends or waits again, and looks at the jobs behind it.
-  function keyed.leave(job, now)
+  function keyed.give_up(job, now)
     job.key = redis.call('HGET', job_key(job.id), 'key')
     if not job.key then return end
     local name = name_of(job)
@@ -760,7 +760,7 @@ do
   end
 
   -- Queues the waiting jobs of `<tenant>:<key>` as far as its limits allow.
-  function keyed.release_of(name, tenant, config, now)
+  function keyed.release_key(name, tenant, config, now)
     for _ = 1, MAX_DELAYED do
       local id = redis.call('ZRANGE', P .. ':awaiting:' .. name, 0, 0)[1]
       if not id then
@@ -769,14 +769,14 @@ do
       end
       local job = listed_job(id, nil, {state = 'queued', tenant = tenant, entry = DELAYED})
       local is_waiting = job and not (job.problem and end_if_over(job, config, now))
-      local wait = is_waiting and token_limit.read_terms(job).key and wait_of(job, now) or 0
+      local wait = is_waiting and token_limit.read_terms(job).key and wait_for_key(job, now) or 0
       if wait > 0 then
         redis.call('ZADD', P .. ':awaiting', now + wait, name)
         return
       end
       redis.call('ZREM', P .. ':awaiting:' .. name, id)
       if is_waiting then
-        if job.key then enter(job, now) end
+        if job.key then take_place(job, now) end
         if token_limit.admits_job(job, now) then token_limit.queue_late(job, now) end
       end
     end
@@ -930,7 +930,7 @@ do
     if not due or tonumber(due) > now then return tonumber(due or '') end
     for _, lane in ipairs(redis.call('ZRANGEBYSCORE', P .. ':awaiting', '-inf', now, 'LIMIT', 0, MAX_WAITING_TENANTS)) do
       local tenant, key = string.match(lane, '^([^:]+):(.+)$')
-      if key then keyed.release_of(lane, tenant, config, now) else release_of(lane, config, now) end
+      if key then keyed.release_key(lane, tenant, config, now) else release_of(lane, config, now) end
     end
     return tonumber(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES')[2] or '')
   end
@@ -1070,7 +1070,7 @@ function again.postpone(job, at, now)
     redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
   end
   if redis.call('HGET', job_key(job.id), 'may_use') then token_limit.settle_tokens(job, 0, now) end
-  keyed.leave(job, now)
+  keyed.give_up(job, now)
   redis.call('HDEL', job_key(job.id), 'to_charge')
   job.entry, job.submitted = DELAYED, at
   redis.call('HSET', job_key(job.id), 'entry', DELAYED, 'submitted', at)
@@ -1099,6 +1099,47 @@ function again.next_attempt(job, now)
   local deadline = whole(redis.call('HGET', job_key(job.id), 'deadline') or '')
   if deadline and now + pause >= deadline then return nil end
   return number, pause
+end
+
+-- Submits the job that takes the place of a refused one, `successor` (its id and its request): with the same terms, as another
+-- attempt, and with a reader again only once one attaches.
+function again.submit_successor(old, successor, number, pause, now)
+  local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
+    'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
+    'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'extra', 'submitted', 'accepted'}
+  local id, request = unpack(successor)
+  local job, fields = {id = id}, {}
+  for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
+    if value then job[COPIED[at]] = value end
+  end
+  job.state, job.node, job.lease, job.first, job.cancel, job.entry = 'queued', '', '', '', '', DELAYED
+  job.unread, job.inboxes, job.losses, job.preemptions, job.idem = channels.is(job.channel) and '' or now, '', 0, 0, ''
+  job.held = #request + RECORD_BYTES + (whole(job.extra) or 0)
+  job.accepted, job.attempts, job.retry_of = job.accepted or job.submitted, number + 1, string.match(old.id, '[^.]*$')
+  if job.ms_per_token then job.charged = 0 end
+  if pause > 0 then job.submitted = now + pause end
+  for name, value in pairs(job) do
+    if name ~= 'id' then fields[#fields + 1], fields[#fields + 2] = name, value end
+  end
+  sure('SET', P .. ':request:' .. id, request)
+  redis.call('HSET', job_key(id), unpack(fields))
+  redis.call('SADD', P .. ':open', id)
+  redis.call('SADD', P .. ':tenant:' .. job.tenant .. ':open', id)
+  redis.call('ZADD', lists.key(pause > 0 and 'scheduled' or 'queued', job.tenant), 0, id)
+  for at = 1, 4 do
+    if job['tag' .. at] then redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. job['tag' .. at], 0, id) end
+  end
+  local metadata = job.extra and redis.call('GET', P .. ':metadata:' .. old.id)
+  if metadata then sure('SET', P .. ':metadata:' .. id, metadata) end
+  count_bytes(P .. ':stored', job.tenant, job.held)
+  count_event('submitted')
+  count_event('output_rejected')
+  note_due(job)
+  if pause > 0 then
+    delay_job(job)
+  elseif token_limit.admits_job(token_limit.read_terms(job), now) then
+    token_limit.queue_late(job, job.submitted)
+  end
 end
 
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
@@ -1484,7 +1525,7 @@ do
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     if job.webhooks ~= '' then note_webhooks(job, state) end
-    if job.extra ~= '' then keyed.leave(job, now) end
+    if job.extra ~= '' then keyed.give_up(job, now) end
     if job.stopped_by ~= '' then note_stopped(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
