@@ -19,7 +19,7 @@ import uuid_utils
 
 from penstock.contract.job import pool_of
 from penstock.contract.output import Outcome
-from penstock.contract.retries import OUTPUT_REJECTED, RETRY_CAUSES, OutputCheck
+from penstock.contract.retries import RETRY_CAUSES, OutputCheck
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.publishing import check_worker
 from penstock.queue.broker.connection import with_retries
@@ -130,10 +130,12 @@ class Attempts:
         except OSError as error:
             log.error("outputs cannot be checked", extra={"job_id": job.job_id, "reason": str(error)})
             return Outcome("failed", "internal_error", "the node could not check the output", "check_output")
-        codes = {check_worker.REJECTED: OUTPUT_REJECTED, check_worker.COSTLY: "too_costly"}
-        if kind == check_worker.ACCEPTED:
-            return None
-        return Outcome("failed", codes.get(kind, "invalid_request"), f"check_output: {reason}", "check_output")
+        message = f"check_output: {reason}"
+        if kind == check_worker.REJECTED:
+            return Outcome("failed", "output_rejected", message, "check_output")
+        if kind == check_worker.COSTLY:
+            return Outcome("failed", "too_costly", message, "check_output")
+        return None if kind == check_worker.ACCEPTED else Outcome("failed", "invalid_request", message, "check_output")
 
     async def successor_of(self, job: HeldJob) -> Successor | None:
         """Return the job that is to take the place of one whose output was refused: a new id, and so a new seed."""

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import uuid_utils
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from penstock.contract.channel import NO_CHANNEL, Channel
@@ -306,8 +305,8 @@ class ProducerBroker:
         ]
         with translated():
             replies = await scripts.call_all(self._redis, commands)
-            # A Redis that loads its data answers each command so.
-            if away := next((one for one in replies if isinstance(one, RedisConnectionError)), None):
+            # A Redis that loads its data says so for each command, and is asked again.
+            if away := next((one for one in replies if isinstance(one, Exception) and "LOADING" in str(one)), None):
                 raise away
         return list(zip(replies[::2], replies[1::2], strict=True))
 
