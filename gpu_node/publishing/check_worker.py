@@ -62,8 +62,8 @@ def verdict_of(check: dict[str, Any], texts: list[str]) -> tuple[str, str]:
 
 
 def _verdict_of_schema(schema: Any, texts: list[str]) -> tuple[str, str]:
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
+    from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+    from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 

@@ -43,7 +43,7 @@ class OutputCheck(BaseModel):
 
 def _refusal(text: str, member: str | None = None, **context: object) -> PydanticCustomError:
     named = {} if member is None else {WRONG_MEMBER: member}
-    return PydanticCustomError("check_output", text, {**context, **named})  # type: ignore[arg-type]
+    return PydanticCustomError("check_output", text, {**context, **named})
 
 
 def check_of(value: Any) -> OutputCheck | None:

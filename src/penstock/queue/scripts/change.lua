@@ -58,7 +58,7 @@ function OPS.reschedule(job)
     note_due(job)
   else
     lists.move(job, 'queued', 'scheduled')
-    again.postpone(job, now + asked.begins_in_ms, now)
+    rare().postpone(job, now + asked.begins_in_ms, now)
   end
   if asked.begins_in_ms == 0 then ring_doorbell(tonumber(job.cost)) end
 end

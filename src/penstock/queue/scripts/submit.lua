@@ -50,7 +50,7 @@
 -- reserves its tokens when it is due; while the tenant's rate does not allow it, it stays delayed and other jobs go on.
 local MAX_JOBS, PAYLOADS = 128, 5
 local MEMORY_RETRY_MS, MIN_RETRY_MS, JITTER = 5000, 1000, 0.2
-local MAX_RETRY_MS = 600000
+local MAX_RETRY_MS, MAX_KEYS = 600000, 10000
 
 local inbox, all_terms, rows, answers = ARGV[1], cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4]), {}
 if #rows > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
@@ -410,15 +410,12 @@ do
     end
   end
 
-  local function exceeds_keys(job)
-    local MAX_KEYS = 10000
-    local key = job.more and job.more.key
-    if not key or redis.call('SISMEMBER', P .. ':keys:' .. job.tenant, key) == 1 then return nil end
-    if redis.call('SCARD', P .. ':keys:' .. job.tenant) < MAX_KEYS then return nil end
-    return busy(job, "tenant's concurrency keys in use", MAX_KEYS, jittered(job, MIN_RETRY_MS))
-  end
-
   local function exceeds_tenant(job)
+    local key = job.more and job.more.key
+    if key and redis.call('SISMEMBER', P .. ':keys:' .. job.tenant, key) == 0 and
+        redis.call('SCARD', P .. ':keys:' .. job.tenant) >= MAX_KEYS then
+      return busy(job, "tenant's concurrency keys in use", MAX_KEYS, jittered(job, MIN_RETRY_MS))
+    end
     local is_light, cost, tenant_open, tenant_queued = job.is_light, job.cost, job.terms.max_open_jobs, job.terms.max_queued_cost
     local own_open = tenant_open > 0 and own_open_jobs(job)
     if tenant_open > 0 and own_open >= tenant_open then
@@ -521,8 +518,7 @@ do
 
   -- Returns the answer to a job that a limit refuses, or nil.
   function refusal_of(job)
-    return exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job) or
-      exceeds_keys(job) or exceeds_rates(job)
+    return exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job) or exceeds_rates(job)
   end
 end
 
