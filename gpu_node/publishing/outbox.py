@@ -203,7 +203,7 @@ class Outbox:
         if job.check is None or outcome.state != "succeeded":
             job.outcome = outcome
         else:
-            self._settle(job, self._check(job, outcome))
+            self._end_later(job, self._check(job, outcome))
 
     async def _check(self, job: HeldJob, outcome: Outcome) -> None:
         """Check the output of a complete job, whose tokens go to its readers meanwhile, and end the job."""
@@ -224,7 +224,7 @@ class Outbox:
         is_held = self._held_jobs.of_lease(job.taken.lease) is not None
         if not is_held or job.outcome is not None or not self._attempts.may_follow(job, outcome.code):
             return False
-        self._settle(job, self._try_again(job, outcome))
+        self._end_later(job, self._try_again(job, outcome))
         return True
 
     async def _try_again(self, job: HeldJob, outcome: Outcome) -> None:
@@ -243,7 +243,7 @@ class Outbox:
         else:
             self.drop(job)
 
-    def _settle(self, job: HeldJob, work: Coroutine[None, None, None]) -> None:
+    def _end_later(self, job: HeldJob, work: Coroutine[None, None, None]) -> None:
         job.is_settling = True
         task = asyncio.create_task(work, name=f"penstock end of {job.job_id}")
         self._settling.add(task)

@@ -4,7 +4,8 @@ All keys of a pool share the hash tag `{pool}`, so that one script works in one 
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Lifetimes such as `result_ttl_ms` are settings of the pool,
 which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
 closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
-time or its tenant's tokens (take, sweep). `ring` wakes a node. finish submits a job that takes the place of a refused one, as `submit`. audit may write all keys, and change those that say
+time, its tenant's tokens or its key (take, sweep). `ring` wakes a node. finish submits what takes the place of a job
+whose output was refused, as `submit` does. audit may write all keys, and change those that say
 where an open job waits. forget deletes the keys of an unused pool, and erase those of a
 tenant's ended jobs, with what the pool counted of the tenant.
 
