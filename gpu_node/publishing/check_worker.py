@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.runtime.process_memory import limit_growth
 
-CPU_S, WALL_S = 2.0, 20.0
+CPU_S, WALL_S = 1.0, 20.0
 """The most time that the check of a job may take."""
 MAX_GROWTH_BYTES = 512 << 20
 """Memory that the process may take beyond what it has at its start."""

@@ -60,6 +60,7 @@ async def test_a_lost_node_frees_no_place_and_a_cancel_does(queue: Queue) -> Non
     other = await queue.node("n2")
     assert await taken_ids(queue, other) == [first]
     assert await queue.producer.cancel(second, "default") == "cancelled"
+    assert await queue.ids("awaiting:default:user:7") == {third}
     assert await queue.producer.cancel(first, "default") == "cancelling"
     taken = (await other.take_again()).jobs[0]
     await other.finish(taken, 0)
