@@ -204,7 +204,7 @@ class AsyncJob:
         self.tenant = source.tenant
         self.channel = source.channel
         """The channel of Redis on which the chunks are published too, as far as this process asked for it."""
-        self.accepts: OwnCheck | None = None
+        self._accepts: OwnCheck | None = None
         """The caller's own check of its result."""
 
     def __repr__(self) -> str:
@@ -265,9 +265,9 @@ class AsyncJob:
         job = self
         while True:
             result = await job._of_last(lambda one: one._source.result, check=check)
-            if job.accepts is None or result.outcome.state != "succeeded":
+            if job._accepts is None or result.outcome.state != "succeeded":
                 return result
-            again = await job.accepts.next_after(result)
+            again = await job._accepts.next_after(result)
             if isinstance(again, Result):
                 if check and again.outcome.state != "succeeded":
                     raise error_of(again.outcome)
@@ -316,7 +316,7 @@ class AsyncJob:
         if box := self._take_first_box():
             self._inbox.close_box(self._source.feed, box)
         self._source.forget_submission()
-        if self.accepts is None and result.outcome.code != OUTPUT_REJECTED:
+        if self._accepts is None and result.outcome.code != OUTPUT_REJECTED:
             return result
         return await self._accepted(check=False)
 
@@ -384,3 +384,9 @@ class AsyncJob:
             box.take_all()
             if box.take_nudge():
                 await self._source.attach()
+
+
+def checked_by(job: AsyncJob, check: OwnCheck) -> AsyncJob:
+    """Return the job, whose result must pass a check of this process."""
+    job._accepts = check
+    return job

@@ -14,7 +14,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Outcome, Result
 from penstock.contract.retries import MAX_ATTEMPTS, MAX_RETRY_BACKOFF_S, OUTPUT_REJECTED
-from penstock.producer.client.job import AsyncJob
+from penstock.producer.client.job import AsyncJob, checked_by
 from penstock.producer.client.request import Prompt
 
 _PAUSE_S = 1.0
@@ -44,9 +44,10 @@ class CheckedSubmission:
 
     def watched(self, job: AsyncJob, submit: Submit) -> AsyncJob:
         """Return the job of this attempt, with the check that its result is to pass."""
-        if self._accepts is not None:
-            self._submit, job.accepts = submit, self
-        return job
+        if self._accepts is None:
+            return job
+        self._submit = submit
+        return checked_by(job, self)
 
     async def next_after(self, result: Result) -> Result | AsyncJob:
         """Return the result if it is accepted or the last one, then as a failed one; else the next attempt's job."""
@@ -82,6 +83,4 @@ class CheckedSubmission:
         if (params := options.get("params")) is not None and params.seed is not None:
             options["params"] = params.model_copy(update={"seed": params.seed + self._number - 1})
         submit = cast(Submit, self._submit)
-        job = await submit(self._prompt, **options)
-        job.accepts = self
-        return job
+        return checked_by(await submit(self._prompt, **options), self)
