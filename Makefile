@@ -13,6 +13,7 @@
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
 #   make flows       100 random flows, everything that runs them is killed; FLOWS="--rows 100 --seed 1"
+#   make attempts    2,000 jobs with retries, checks and keys while nodes fail and are killed; ATTEMPTS="--jobs 200 --seed 1"
 #   make channels    programs in Python and Node read 200 jobs from channels of Redis while everything is killed; CHANNELS="--jobs 20"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make ranks       kill and stop ranks of two nodes 70 times under load, in four shapes (an hour); RANKS="--kills 10" chooses
@@ -63,7 +64,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: kills demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows
+.PHONY: kills demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -129,6 +130,9 @@ batches: $(STAMP)
 
 flows: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.flows $(FLOWS)
+
+attempts: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.attempts $(ATTEMPTS)
 
 channels: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.channels $(CHANNELS)

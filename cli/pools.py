@@ -214,6 +214,7 @@ def object_of(pool: PoolStats, served: ServedPool | None) -> dict[str, Any]:
         "queued_kv_tokens": by_class(queue.cost),
         "scheduled_jobs": by_class(queue.waiting["scheduled"].count),
         "jobs_awaiting_tokens": by_class(queue.waiting["awaiting_tokens"].count),
+        "jobs_awaiting_key": by_class(queue.waiting["awaiting_key"].count),
         "running_jobs": by_class(queue.running),
         "expired_jobs": by_class(queue.expired),
         "backlog_s": dict(zip(("foreground", "background"), queue.backlog_s, strict=True)),

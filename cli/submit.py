@@ -42,10 +42,25 @@ def _channel(text: str) -> str | dict[str, str]:
     return {"name": name, "format": form} if colon else form
 
 
+def _check(text: str) -> dict[str, str]:
+    """Return the check of `regex:PATTERN` or `schema:FILE`; the submission checks the rest."""
+    kind, _, rest = text.partition(":")
+    if kind == "regex":
+        return {"regex": rest}
+    if kind != "schema":
+        raise RequestError("check_output: must be regex:PATTERN or schema:FILE", param="check_output")
+    try:
+        with open(rest, encoding="utf-8") as file:
+            return {"json_schema": file.read()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"check_output: {rest} cannot be read: {error}", param="check_output") from None
+
+
 _WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "not_before_s": (SPAN, seconds_of_text),
     "metadata": ("NAME=VALUE", _pairs),
     "channel": ("FORMAT[:NAME]", _channel),
+    "check_output": ("regex:PATTERN|schema:FILE", _check),
 }
 """Options of the queue that are no number, name or list → how their flag is written, and the function that reads it."""
 
@@ -59,8 +74,8 @@ def _queue_flags() -> Iterator[Parameter]:
         word = name.removesuffix("_s") if name in DURATIONS else name
         if get_origin(kind) in (tuple, dict):
             kind, word = list[str], word.removesuffix("s")
-        elif name in _WRITTEN:
-            kind = str
+        elif name in _WRITTEN or get_origin(kind) is Annotated:
+            kind = str  # The submission checks it.
         metavar = _WRITTEN[name][0] if name in _WRITTEN else None
         flag = queue_option(f"--{word.replace('_', '-')}", help=text, metavar=metavar)
         yield Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, flag])

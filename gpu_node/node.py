@@ -25,7 +25,9 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.jobs.times import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.monitor.profile import NodeProfiler
-from penstock.gpu_node.publishing.outbox import EndedJobs, Outbox
+from penstock.gpu_node.publishing.attempts import Attempts
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
+from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.sending import new_pace
 from penstock.gpu_node.service.health import EngineStalledError, EngineWatch
 from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s, take_snapshot
@@ -90,7 +92,10 @@ class Node:
             self._worker,
             reports,
             self._bell.capacity_freed,
-            EndedJobs(self._broker, self.held_jobs.counts, keep_s=keep_s, max_bytes=max_bytes),
+            (
+                EndedJobs(self._broker, self.held_jobs.counts, keep_s=keep_s, max_bytes=max_bytes),
+                Attempts(self._broker, max_attempts=settings.max_attempts),
+            ),
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=self.pace,
         )
@@ -219,6 +224,7 @@ class Node:
                 await self._drain()
             await self._leave()
         finally:
+            self._outbox.close()
             self._worker.stop()
             await self._redis.aclose()
             if self._tracing is not None:

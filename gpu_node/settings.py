@@ -14,6 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.fields import NAME_PATTERN
 from penstock.contract.problems import config_error
+from penstock.contract.retries import MAX_ATTEMPTS, MAX_RETRY_BACKOFF_S
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
 from penstock.gpu_node.engine.config import DEFAULT_KV_CACHE_GIB as DEFAULT_KV_CACHE_GIB
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, chat_template_of, for_device
@@ -36,6 +37,8 @@ POOL_WIDE = (
         "max_losses",
         "progress_chunks",
         "avoid_ms",
+        "max_attempts",
+        "retry_backoff_ms",
     ),
 )
 """Settings that all nodes of a pool must share, because Redis scripts read them."""
@@ -135,6 +138,12 @@ class NodeSettings(Settings, EngineOptions):
     """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)
     """Number of new chunks in a job's log that counts as progress."""
+    max_attempts: int = Field(default=1, ge=1, le=MAX_ATTEMPTS)
+    """How often a job is tried that states no number of attempts: after an error of the node or its engine, it goes on
+    after its last token; after an output that its check refuses, a new job with a new seed takes its place."""
+    retry_backoff_ms: int = Field(default=1_000, ge=0, le=1000 * MAX_RETRY_BACKOFF_S)
+    """Mean milliseconds before the second attempt of a job that states none. The pause doubles with each attempt, up to
+    an hour."""
     loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Interval in milliseconds at which the event loop's delay is measured."""
     loop_stall_s: float = Field(default=30.0, ge=0)

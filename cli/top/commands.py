@@ -137,6 +137,8 @@ def _summary(pool: PoolFrame) -> Text:
     parts += [f"{pool.num_waiting:,} queued"]
     parts += [f"{num_scheduled:,} scheduled"] * (num_scheduled > 0)
     parts += [f"{num_awaiting:,} awaiting tokens"] * (num_awaiting > 0)
+    num_for_key = sum(row.num_awaiting_key for row in pool.classes)
+    parts += [f"{num_for_key:,} awaiting their key"] * (num_for_key > 0)
     parts.append(rates)
     if takeovers := pool.counts.get("takeovers", 0):
         parts.append(_counted(takeovers, "takeover"))

@@ -96,6 +96,7 @@ class ClassRow:
     """Queued jobs."""
     num_scheduled: int
     num_awaiting_tokens: int
+    num_awaiting_key: int
     oldest_ms: int
     """The longest wait, for whatever reason."""
     num_running: int
@@ -398,6 +399,7 @@ def _classes(activity: PoolActivity) -> tuple[ClassRow, ...]:
             queue.queued[level],
             queue.waiting["scheduled"].count[level],
             queue.waiting["awaiting_tokens"].count[level],
+            queue.waiting["awaiting_key"].count[level],
             queue.longest_wait_ms[level],
             queue.running[level],
             queue.expired[level],

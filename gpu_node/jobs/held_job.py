@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
+from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Request, SamplingParams
 from penstock.contract.output import (
     PROMPT_TOKENS_PER_CHUNK,
     Choice,
@@ -19,10 +19,11 @@ from penstock.contract.output import (
     TokenLogprobs,
     Usage,
 )
+from penstock.contract.retries import OutputCheck, RetryCause
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobWork
 from penstock.queue import results, wire
-from penstock.queue.broker.node import Emission, Taken, UsedTokens
+from penstock.queue.broker.node import Emission, Successor, Taken, UsedTokens
 from penstock.queue.results import encode_embedding, encode_text_rows
 from penstock.queue.wire import NO_ROWS, Pack, RowParts, encode_chunk, encode_progress, joined, rows_of
 
@@ -132,30 +133,6 @@ class PromptRows:
         return joined(self._packed)
 
 
-BY_ANSWER = {
-    "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
-    "UNREAD": Outcome("cancelled", "unread", "the job has no reader any more"),
-    "EXPIRED": Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done"),
-}
-"""Outcomes by the answer of a Redis script."""
-_NO_TOKEN_LEFT = "bad_words: no token was left; they exclude every token that structured_outputs allows next"
-_MODEL_ERROR = (
-    "the model produced NaN or infinity, no token fitted the requested output format, "
-    "or the engine's steps with this request failed or were too slow"
-)
-
-
-def outcome_of(job: HeldJob) -> Outcome:
-    """Return the outcome of a job that has no open choice."""
-    if not job.has_failed_choice:
-        return Outcome("succeeded")
-    if (error := job.error) is not None:
-        return Outcome("failed", error.code, error.message, error.param or "")
-    if job.params.structured_outputs is not None and job.params.bad_words:
-        return Outcome("failed", "invalid_request", _NO_TOKEN_LEFT, "bad_words")
-    return Outcome("failed", "model_error", _MODEL_ERROR)
-
-
 _UNREAD_PARAMS = SamplingParams()
 
 
@@ -216,6 +193,17 @@ class HeldJob:
         """The packed output of its task."""
         self.error: PenstockError | None = None
         """Why a choice failed, when the request itself is the cause."""
+        self.max_attempts: int | None = None
+        """How often it may be tried, if its submission says so."""
+        self.retry_on: tuple[RetryCause, ...] | None = None
+        self.check: OutputCheck | None = None
+        """What its output must match."""
+        self.spent: tuple[int, int, int, int] | None = None
+        """The tokens of the jobs whose place it has taken; they count in its result, and were counted to its tenant."""
+        self.is_settling = False
+        """Whether its output is being checked, or it returns to the queue after an error. It has no outcome then."""
+        self.successor: Successor | None = None
+        """The job that takes its place if it has another attempt."""
         self.work: JobWork | None = None
         """What it has computed here; None until the prompt has been tokenized, and for a task."""
         self.prefill: PrefillProgress | None = None
@@ -328,13 +316,19 @@ class HeldJob:
         # Not all(): this runs for every token, and a generator costs three times as much.
         return None not in [c.finish_reason for c in self._choices]
 
+    def note_terms(self, request: Request) -> None:
+        """Note what the request says of further attempts and of the output."""
+        self.max_attempts, self.retry_on = request.max_attempts, request.retry_on
+        self.check, self.spent = request.check_output, request.spent
+
     def open(self, params: SamplingParams, logged: Sequence[Chunk] = (), sealed: Sequence[SealedChunk] = ()) -> None:
         """Create the job's choices, with what earlier nodes logged of them. `sealed`: the same chunks, packed."""
         self.params = params
         self._choices = [ChoiceText() for _ in range(params.n)]
         for chunk, one in zip(logged, sealed or map(seal, logged), strict=True):
             self._choices[chunk.choice].extend(chunk)
-            self.usage = chunk.usage or self.usage
+            if chunk.usage is not None:
+                self.usage = chunk.usage if self.spent is None else chunk.usage.minus(self.spent)
             self._append(chunk, one)
         self.num_acknowledged = len(self._chunks)
         self._num_resumed = self.num_output_tokens
@@ -343,6 +337,10 @@ class HeldJob:
         """Return (token ids, text, finish reason) of one choice."""
         c = self._choices[choice]
         return tuple(c.token_ids), "".join(c.texts), c.finish_reason
+
+    def texts(self) -> list[str]:
+        """Return the text of each choice."""
+        return ["".join(choice.texts) for choice in self._choices]
 
     def add_tokens(self, output: StepOutput) -> None:
         """Add a choice's output of one step, and what the choice used if it ends. Sending makes it a chunk."""
@@ -420,12 +418,12 @@ class HeldJob:
         if not self._has_whole_log:
             return b""
         if self.is_task or self.output:
-            return results.encode_result((), self._usage(), [], output=self.output)
+            return results.encode_result((), self.total_usage, [], output=self.output)
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
         )
         rows = [joined(c.rows) for c in self._choices]
-        return results.encode_result(choices, self._usage(), self._cuts, self._prompt_rows.packed, rows)
+        return results.encode_result(choices, self.total_usage, self._cuts, self._prompt_rows.packed, rows)
 
     @property
     def _has_whole_log(self) -> bool:
@@ -446,6 +444,11 @@ class HeldJob:
             used["usage"], used["log_bytes"] = self._usage(), sum(map(len, self._chunks))
         return used
 
+    @property
+    def total_usage(self) -> Usage:
+        """The tokens of all attempts, as result and chunks have them."""
+        return self._usage() if self.spent is None else self._usage().plus(self.spent)
+
     def _usage(self) -> Usage:
         if self.usage is not None:
             return self.usage
@@ -457,7 +460,7 @@ class HeldJob:
         fresh = [(i, c) for i, c in enumerate(self._choices) if c.fresh_texts]
         for i, c in fresh:
             is_last = c.finish_reason is not None and i == fresh[-1][0] and self.is_complete
-            usage = self._usage() if is_last else None
+            usage = self.total_usage if is_last else None
             chunk = self._with_prompt_tokens(c.take_fresh(self.taken.job_id, len(self._chunks), i, usage))
             self._append(chunk, seal(chunk, pack))
 

@@ -215,6 +215,7 @@ class NodeCounts:
     given_back_pressure: int = 0
     given_back_lacking: int = 0
     given_back_lost: int = 0
+    given_back_failed: int = 0
     rewinds: int = 0
     """Times that Redis had lost chunks and asked for them again."""
     repeated_ends: int = 0
@@ -231,7 +232,7 @@ class NodeCounts:
     """The jobs that waited in the queue at the last take, divided by the number of live nodes."""
 
     def gave_back(self, why: str, num_jobs: int) -> None:
-        """Count jobs that were given back. `why`: drain, pressure, lacking or lost."""
+        """Count jobs that were given back. `why`: drain, pressure, lacking, lost or failed."""
         name = f"given_back_{why}"
         setattr(self, name, getattr(self, name) + num_jobs)
 

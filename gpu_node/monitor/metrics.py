@@ -86,6 +86,7 @@ COUNTED = {
     "given_back_pressure": "Jobs given back because they did not fit here and did on another node.",
     "given_back_lacking": "Jobs given back because this node lacks their adapter, or does not know them.",
     "given_back_lost": "Jobs given back because a rank of this node ended during their step.",
+    "given_back_failed": "Jobs given back for another attempt, after an error of this node.",
     "rewinds": "Times that Redis had lost chunks and asked for them again.",
     "repeated_ends": "Ends of jobs that Redis had lost and got again.",
     "outages": "Times that publishing failed because Redis was unavailable.",

@@ -12,92 +12,24 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from penstock.contract.errors import DamagedDataError, InvariantError, UnavailableError
 from penstock.contract.output import Outcome
+from penstock.contract.retries import OUTPUT_REJECTED
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
-from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
+from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
-from penstock.gpu_node.jobs.times import NodeCounts
+from penstock.gpu_node.jobs.outcomes import BY_ANSWER, failure_of, outcome_of
+from penstock.gpu_node.publishing.attempts import Attempts
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
 from penstock.gpu_node.publishing.sending import Alarm, BatchSender, Pace, QuickEmit
 from penstock.queue.broker.connection import pauses
-from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_FINISH_JOBS, Emission, HeartbeatAnswer, JobEnd, NodeBroker
+from penstock.queue.broker.node import Emission, HeartbeatAnswer, JobEnd, NodeBroker
 
 log = logging.getLogger(__package__)
-
-
-class _Kept(NamedTuple):
-    at_s: float
-    end: JobEnd
-
-
-class EndedJobs:
-    """Ends of the last `keep_s` seconds that Redis has acknowledged, repeated if a fail-over or a restore lost them.
-
-    They have the jobs' whole logs, at most `max_bytes` of them.
-    """
-
-    def __init__(self, broker: NodeBroker, counts: NodeCounts, *, keep_s: float, max_bytes: int) -> None:
-        self._broker = broker
-        self._counts = counts
-        self._keep_s = keep_s
-        self._max_bytes = max_bytes
-        self._kept: deque[_Kept] = deque()
-        self.num_bytes = 0
-        """Bytes of the logs and results that are kept."""
-
-    def keep(self, end: JobEnd) -> None:
-        """Keep an end that Redis has acknowledged; `end` has the job's whole log.
-
-        A log that is too long for one call is not kept. If Redis loses the end, that job runs again from its log.
-        """
-        now_s = time.monotonic()
-        if end.num_bytes - len(end.result) <= MAX_EMIT_BYTES:
-            self._kept.append(_Kept(now_s, end))
-            self.num_bytes += end.num_bytes
-        self._drop_old(now_s)
-
-    async def repeat(self) -> None:
-        """Repeat the ends that Redis has lost. Raises UnavailableError; a repeated call is harmless.
-
-        Those are the ends of jobs that still run here, as Redis says, and of jobs that no node has taken, as it says.
-        A job that it does not know at all is left to the client that submitted it.
-        """
-        self._drop_old(time.monotonic())
-        ends, num_lost, num_repeated = [kept.end for kept in self._kept], 0, 0
-        for start in range(0, len(ends), MAX_FINISH_JOBS):
-            part = ends[start : start + MAX_FINISH_JOBS]
-            is_lost = await self._broker.lacks_ends(part)
-            lost = [end for end, lacks in zip(part, is_lost, strict=True) if lacks]
-            num_lost += len(lost)
-            for call in _calls_of(lost):
-                answers = await self._broker.finish_many(call)
-                num_repeated += answers.count("OK")
-        self._counts.repeated_ends += num_repeated
-        if num_lost:
-            facts = {"num_kept": len(ends), "num_lost": num_lost, "num_repeated": num_repeated}
-            log.warning("redis had lost ends of jobs; they are repeated", extra=facts)
-
-    def _drop_old(self, now_s: float) -> None:
-        while self._kept and (self.num_bytes > self._max_bytes or now_s - self._kept[0].at_s > self._keep_s):
-            self.num_bytes -= self._kept.popleft().end.num_bytes
-
-
-def _calls_of(ends: Sequence[JobEnd]) -> list[list[JobEnd]]:
-    """Split ends into calls, by bytes."""
-    calls: list[list[JobEnd]] = []
-    num_bytes = 0
-    for end in ends:
-        if not calls or num_bytes + end.num_bytes > MAX_EMIT_BYTES:
-            calls.append([])
-            num_bytes = 0
-        calls[-1].append(end)
-        num_bytes += end.num_bytes
-    return calls
 
 
 ENDS_PER_PART = 32
@@ -107,7 +39,7 @@ ENDS_PER_PART = 32
 class Outbox:
     """The publisher of a node's tokens and job ends. It calls `capacity_freed` when a job has freed capacity.
 
-    `ended_jobs` gets the ends that Redis has stored.
+    `ends`: what gets the ends that Redis has stored, and what gives jobs further attempts.
     """
 
     def __init__(
@@ -117,7 +49,7 @@ class Outbox:
         worker: EngineWorker,
         reports: JobReports,
         capacity_freed: Callable[[], None],
-        ended_jobs: EndedJobs,
+        ends: tuple[EndedJobs, Attempts],
         *,
         max_unsent_bytes: int,
         pace: Pace,
@@ -128,7 +60,8 @@ class Outbox:
         self.max_unsent_bytes = max_unsent_bytes
         self._pace = pace
         self._capacity_freed = capacity_freed
-        self._ended_jobs = ended_jobs
+        self._ended_jobs, self._attempts = ends
+        self._settling = set[asyncio.Task[None]]()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[tuple[float, Sequence[StepOutput]]] = deque()
         """Outputs that the event loop has not handled, each with the time of its step."""
@@ -226,7 +159,7 @@ class Outbox:
     def _accept_step(self, at_s: float, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             job = self._held_jobs.of_lease(output.request_id)
-            if job is None or job.outcome is not None:
+            if job is None or job.outcome is not None or job.is_settling:
                 continue
             try:
                 self._accept(job, output, at_s)
@@ -247,15 +180,88 @@ class Outbox:
         if output.prefill is not None:
             job.prefill = output.prefill
             return
+        if output.finish_reason == "error" and self._tries_again(job, failure_of(job, output.error)):
+            return
         job.add_tokens(output)
         if output.token_ids:
             self._held_jobs.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
         if output.finish_reason is None:
             return
         if job.is_complete:
-            job.outcome = outcome_of(job)
             self._held_jobs.learn(job)
+            self._complete(job)
             self._capacity_freed()
+
+    def end_complete(self, job: HeldJob) -> None:
+        """End a job whose choices have all ended, as its log says."""
+        self._complete(job)
+        if job.outcome is not None:
+            self._schedule(job)
+
+    def _complete(self, job: HeldJob) -> None:
+        outcome = outcome_of(job)
+        if job.check is None or outcome.state != "succeeded":
+            job.outcome = outcome
+        else:
+            self._end_later(job, self._check(job, outcome))
+
+    async def _check(self, job: HeldJob, outcome: Outcome) -> None:
+        """Check the output of a complete job, whose tokens go to its readers meanwhile, and end the job."""
+        refusal, successor = await self._attempts.refusal_of(job), None
+        if refusal is not None and self._attempts.may_follow(job, refusal.code) and refusal.code == OUTPUT_REJECTED:
+            successor = await self._attempts.successor_of(job)
+        if job.outcome is None:
+            job.successor = successor
+            self.end(job, outcome if refusal is None else refusal)
+
+    def fail(self, job: HeldJob, outcome: Outcome) -> None:
+        """End a job that this node failed at, unless it has another attempt."""
+        if not self._tries_again(job, outcome):
+            self.end(job, outcome)
+
+    def _tries_again(self, job: HeldJob, outcome: Outcome) -> bool:
+        """Return a job to the queue that an error of this node ended, if it may have another attempt."""
+        is_held = self._held_jobs.of_lease(job.taken.lease) is not None
+        if not is_held or job.outcome is not None or not self._attempts.may_follow(job, outcome.code):
+            return False
+        self._end_later(job, self._try_again(job, outcome))
+        return True
+
+    async def _try_again(self, job: HeldJob, outcome: Outcome) -> None:
+        preemptions = 0 if job.is_task else job.num_preemptions + self._worker.num_preemptions(job.taken.lease)
+        self._worker.abort(job.taken.lease)
+        answer = await self._attempts.give_back(job, outcome.code, preemptions)
+        if self._held_jobs.of_lease(job.taken.lease) is None:
+            return
+        if answer == "KEEP":
+            self.end(job, outcome)
+        elif answer == "OK":
+            self._reports.gave_back(job, "failed")
+            self.forget(job)
+            self._held_jobs.counts.gave_back("failed", 1)
+            log.info("a job has another attempt", extra={"job_id": job.job_id, "code": outcome.code})
+        else:
+            self.drop(job)
+
+    def _end_later(self, job: HeldJob, work: Coroutine[None, None, None]) -> None:
+        job.is_settling = True
+        task = asyncio.create_task(work, name=f"penstock end of {job.job_id}")
+        self._settling.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._settling.discard(task)
+            job.is_settling = False
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("the end of a job failed", extra={"job_id": job.job_id}, exc_info=error)
+                self.end(job, Outcome("failed", "internal_error", "the node failed at the end of this job"))
+
+        task.add_done_callback(done)
+
+    def close(self) -> None:
+        """End the work beside the tokens. The jobs that it was for return to the queue with this node's lease."""
+        for task in self._settling:
+            task.cancel()
+        self._attempts.close()
 
     def end(self, job: HeldJob, outcome: Outcome) -> None:
         """End a job early, with the output so far; no effect if it is no longer held."""

@@ -276,7 +276,7 @@ class BatchSender:
 def _end_of(job: HeldJob, last: Emission) -> JobEnd:
     if job.outcome is None:
         raise InvariantError(f"{job.job_id} has not ended")
-    return JobEnd(last, job.outcome, job.result(), job.used)
+    return JobEnd(last, job.outcome, job.result(), job.used, job.successor)
 
 
 OnAnswers = Callable[[Sequence[HeldJob], Sequence[Emission], Sequence[str] | None], None]

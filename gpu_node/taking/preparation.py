@@ -36,7 +36,7 @@ from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.texts import PackedTexts, TextEncoding
 from penstock.gpu_node.engine.worker import EngineWorker
-from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
+from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, seal
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.taking.load_shedder import LoadShedder
@@ -202,6 +202,7 @@ class JobPreparation:
             request = wire.decode_request(job.taken.request)
             if _needs_task(request):
                 return False
+            job.note_terms(request)
             job.open(request.params)
             token_ids = self._encode_now(job, request)
         except Exception:
@@ -275,6 +276,7 @@ class JobPreparation:
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await with_retries(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
+        job.note_terms(request)
         job.open(request.params, logged, await self._sealed(logged))
         return request
 
@@ -362,7 +364,7 @@ class JobPreparation:
     ) -> None:
         self._held_jobs.open(job, len(encoded))
         if job.is_complete:
-            self._outbox.end(job, outcome_of(job))
+            self._outbox.end_complete(job)
             return
         if self._held_jobs.get(job.job_id) is not job or job.outcome is not None:
             return  # The job was lost or canceled during its preparation.
@@ -413,10 +415,10 @@ class JobPreparation:
         if isinstance(error, PenstockError):
             if not isinstance(error, RequestError):
                 log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
-            self._outbox.end(job, Outcome("failed", error.code, error.message, error.param or ""))
+            self._outbox.fail(job, Outcome("failed", error.code, error.message, error.param or ""))
         else:
             log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
-            self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+            self._outbox.fail(job, Outcome("failed", "internal_error", "the engine failed at this job"))
 
 
 def _num_chars(request: Request) -> int:

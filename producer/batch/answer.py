@@ -118,7 +118,8 @@ async def _ask(
     # The caller frees the first job's result, which alone it knows.
     await try_all([job.ack for job in jobs[1:]])
     notice = None if request.task is None else notice_of(record, request.task)
-    return first.id, body | {"notice": notice} if notice else body
+    # Of a job whose output was refused, the result is that of its last attempt.
+    return results[0].job_id, body | {"notice": notice} if notice else body
 
 
 async def _jobs_of(client: Submitter, request: ParsedBody, model: str | None) -> list[TextJob]:

@@ -23,8 +23,10 @@ from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.flows import AsyncFlow, FlowOptions
-from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
+from penstock.producer.client.job import AsyncJob, JobSource
+from penstock.producer.client.kept import KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
+from penstock.producer.client.own_check import CheckedSubmission
 from penstock.producer.client.pool_choice import chosen_pool
 from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
 from penstock.producer.client.request import Prompt, built_job, check_streamable, job_key_of
@@ -52,7 +54,7 @@ KEYS_PATIENCE_S = 0.25
 READ_PATIENCE_S = 10.0
 """How long the statistics of all pools wait for a server."""
 KEYS_OUTAGE_S = 600.0
-"""How old they may be while the directory is away. No key can be revoked there meanwhile."""
+"""How old they may be while the directory is away."""
 
 
 class AsyncClient:
@@ -161,12 +163,12 @@ class AsyncClient:
         any process, and `job.cancel()` ends it.
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
-        ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
-        With a durability that this Redis cannot promise, it raises UnsupportedDurabilityError. It raises NotOnDiskError
-        or NotReplicatedError if its disk or a replica does not confirm the job in time.
+        ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis);
+        with a durability, UnsupportedDurabilityError, NotOnDiskError or NotReplicatedError.
         """
         with counted(self.stats.decisions):
-            return await self._enqueue(await self._admitted(prompt, options))
+            asked = CheckedSubmission(prompt, options)
+            return asked.watched(await self._enqueue(await self._admitted(prompt, asked.options)), self.submit)
 
     @with_options()
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
@@ -363,7 +365,7 @@ class AsyncClient:
 
     async def packed_result(self, job_id: str, *, tenant: str | None = None) -> PackedResult | None:
         """Return an ended job's result with parts that are decoded on access, or None while the job is open."""
-        return await self._source(job_id, tenant).packed_result()
+        return await self._source(job_id, tenant).last_packed_result()
 
     async def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""

@@ -4,175 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
-import weakref
-from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Protocol, TypeVar
 
 from penstock.contract.channel import Channel
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
 from penstock.contract.job import MEMORY, JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
+from penstock.contract.retries import OUTPUT_REJECTED
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.mailbox import Feed, Mailbox, QueueWatch, SeenEnd, WaitWatcher
+from penstock.producer.client.kept import KeptSubmission
+from penstock.producer.client.mailbox import Mailbox, QueueWatch, WaitWatcher
 from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
 from penstock.queue import keys
-from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
+from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points
-
-# The requests of open jobs, and of those that Redis has just accepted: a job that it has lost is submitted again.
-
-_TOKEN_BYTES = 36
-_MESSAGE_BYTES = 1000
-TENANTS_PER_LIMIT = 4
-_MOST_WITH_ENDED = 256
-
-
-class KeptSubmission:
-    """The submission of one open job, until it is dropped."""
-
-    __slots__ = ("__weakref__", "_kept", "num_bytes", "submission")
-
-    def __init__(self, submission: Submission, kept: KeptSubmissions) -> None:
-        self._kept = kept
-        self.submission: Submission | None = submission
-        self.num_bytes = num_bytes_of(submission)
-        kept.add(self, submission.job.tenant)
-
-    def __del__(self) -> None:
-        self.drop()
-
-    def drop(self) -> None:
-        """Give back the memory of the prompt. The job is not submitted again after that."""
-        if self.submission is not None:
-            self._kept.remove(self, self.submission.job.tenant)
-            self.submission = None
-
-
-class KeptSubmissions:
-    """All kept submissions of a client. Beyond a limit of bytes, the oldest ones are dropped.
-
-    Redis loses the newest writes, so the oldest requests are the least needed. The tenant whose request exceeds its
-    share drops its own ones. Beyond the limit of all tenants, that is the tenant with the most bytes.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: 0 for no limit."""
-        self._max_bytes = max_bytes or math.inf
-        self._num_bytes = 0
-        self._bytes_of_tenant = Counter[str]()
-        # Keyed by tenant, then a number; never looked up by a text.
-        self._of_tenant: dict[str, dict[int, weakref.ref[KeptSubmission]]] = {}
-
-    def add(self, kept: KeptSubmission, tenant: str) -> None:
-        """Count a submission, and drop the oldest ones beyond the limit."""
-        self._num_bytes += kept.num_bytes
-        self._bytes_of_tenant[tenant] += kept.num_bytes
-        self._of_tenant.setdefault(tenant, {})[id(kept)] = weakref.ref(kept)
-        while self._bytes_of_tenant[tenant] > self._max_bytes / TENANTS_PER_LIMIT and self._drops_oldest(tenant):
-            pass
-        while self._num_bytes > self._max_bytes and self._drops_oldest(self._bytes_of_tenant.most_common(1)[0][0]):
-            pass
-
-    def remove(self, kept: KeptSubmission, tenant: str) -> None:
-        """Count a submission no more."""
-        self._num_bytes -= kept.num_bytes
-        self._bytes_of_tenant[tenant] -= kept.num_bytes
-        del self._of_tenant[tenant][id(kept)]
-        if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant], self._bytes_of_tenant[tenant]
-
-    def open(self, has_pool: Callable[[str], bool] | None = None) -> list[Submission]:
-        """Return the kept submissions to some pools; None: to all."""
-        found = [ref() for of_tenant in self._of_tenant.values() for ref in of_tenant.values()]
-        kept = [one.submission for one in found if one is not None and one.submission is not None]
-        return [one for one in kept if has_pool is None or has_pool(one.job.pool)]
-
-    def _drops_oldest(self, tenant: str) -> bool:
-        """Drop a tenant's oldest submission. Return False if there is none."""
-        oldest = next((one for ref in self._of_tenant.get(tenant, {}).values() if (one := ref()) is not None), None)
-        if oldest is not None:
-            oldest.drop()
-        return oldest is not None
-
-
-def num_bytes_of(submission: Submission) -> int:
-    """Return about how much memory a submission takes, without the fields that are always small."""
-    job = submission.job
-    if job.packed_prompt is not None:
-        num_bytes = len(job.packed_prompt.data)
-    elif job.prompt is not None:
-        num_bytes = sys.getsizeof(job.prompt)
-    elif job.prompt_token_ids is not None:
-        num_bytes = _TOKEN_BYTES * len(job.prompt_token_ids)
-    else:
-        num_bytes = sum(
-            _MESSAGE_BYTES + sys.getsizeof(message.content) + len(message.reasoning) for message in job.messages or ()
-        )
-    return num_bytes + len(job.tools or "") + len(job.chat_template_kwargs or "") + len(submission.response.data)
-
-
-class _Recent(NamedTuple):
-    at_s: float
-    num_bytes: int
-    submission: Submission
-    end: SeenEnd | None
-    """Whether a reader of this process has the end; None if it does not read the job."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.end is not None and self.end.is_seen
-
-
-class RecentSubmissions:
-    """The submissions that Redis accepted in the last `keep_s` seconds, at most `max_bytes` of them."""
-
-    def __init__(self, *, keep_s: float, max_bytes: int) -> None:
-        self._keep_s = keep_s
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._recent: deque[_Recent] = deque()
-        self._most_with_ended = _MOST_WITH_ENDED
-        """Entries, those of ended jobs included, at which the latter are removed."""
-
-    def accepted(
-        self, submission: Submission, answer: Submitted, feed_of: Callable[[str], Feed] | None = None
-    ) -> Submitted:
-        """Keep a submission, and return its answer. `feed_of`: what a reader of this process gets of a job."""
-        now_s = asyncio.get_running_loop().time()
-        if answer.job_id != submission.job.id:
-            submission = replace(submission, job=submission.job.model_copy(update={"id": answer.job_id}))
-        end = None if feed_of is None else feed_of(answer.job_id).end
-        one = _Recent(now_s, num_bytes_of(submission), submission, end)
-        self._recent.append(one)
-        self._num_bytes += one.num_bytes
-        self._drop_old(now_s)
-        return answer
-
-    def open(self) -> list[Submission]:
-        """Return those whose end no reader of this process has."""
-        self._drop_old(asyncio.get_running_loop().time())
-        return [one.submission for one in self._recent if not one.has_ended]
-
-    def _drop_old(self, now_s: float) -> None:
-        while self._recent and (
-            self._recent[0].has_ended
-            or self._num_bytes > self._max_bytes
-            or now_s - self._recent[0].at_s > self._keep_s
-        ):
-            self._num_bytes -= self._recent.popleft().num_bytes
-        if len(self._recent) >= self._most_with_ended:
-            self._recent = deque(one for one in self._recent if not one.has_ended)
-            self._num_bytes = sum(one.num_bytes for one in self._recent)
-            self._most_with_ended = max(_MOST_WITH_ENDED, 2 * len(self._recent))
-
-
-# A reader's access to one job in Redis, across outages and losses.
 
 
 class JobSource:
@@ -253,9 +103,27 @@ class JobSource:
         """Return the job's result, or None before its end."""
         return await self._broker.result(self.job_id, self.tenant)
 
+    async def successor_of(self, outcome: Outcome) -> JobSource | None:
+        """Return the job that took the place of this one, because its output was refused; else None."""
+        found = await self._broker.successor_of(self.job_id, outcome)
+        if found is None:
+            return None
+        source = JobSource(self._broker, self._inbox, self._queue_watch, found, self.tenant)
+        source.is_background, source.own_channel = self.is_background, self.own_channel
+        return source
+
     async def packed_result(self, fetches: Fetches | None = None) -> PackedResult | None:
         """Return the job's result, with parts that are decoded on access, or None before its end."""
         return await self._broker.packed_result(self.job_id, self.tenant, fetches)
+
+    async def last_packed_result(self) -> PackedResult | None:
+        """Return the result of this job or of the one that took its place; None while that one is open."""
+        source = self
+        while (result := await source.packed_result()) is not None:
+            if (successor := await source.successor_of(result.outcome)) is None:
+                break
+            source = successor
+        return result
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""
@@ -286,6 +154,13 @@ class JobSource:
 
 
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
+
+
+class OwnCheck(Protocol):
+    """A check that this process makes of a job's result."""
+
+    async def next_after(self, result: Result) -> Result | AsyncJob:
+        """Return the result if it is accepted or the last one, then as a failed one; else the next attempt's job."""
 
 
 MIN_TIMEOUT_S = 0.1
@@ -329,6 +204,8 @@ class AsyncJob:
         self.tenant = source.tenant
         self.channel = source.channel
         """The channel of Redis on which the chunks are published too, as far as this process asked for it."""
+        self._accepts: OwnCheck | None = None
+        """The caller's own check of its result."""
 
     def __repr__(self) -> str:
         return f"<AsyncJob {self.id}>"
@@ -370,7 +247,7 @@ class AsyncJob:
         limit = asyncio.timeout(checked_timeout(timeout))
         try:
             async with limit:
-                return await self._once_ended(self._source.result, check=check)
+                return await self._accepted(check=check)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -381,9 +258,37 @@ class AsyncJob:
 
         If `fetches` leaves a large result in Redis, the returned one has only its size and the outcome.
         """
-        return await self._once_ended(partial(self._source.packed_result, fetches), check=True)
+        return await self._of_last(lambda job: partial(job._source.packed_result, fetches), check=True)
 
-    async def _once_ended(self, read: Callable[[], Awaitable[AnyResult | None]], *, check: bool) -> AnyResult:
+    async def _accepted(self, *, check: bool) -> Result:
+        """Return the result of the last attempt. The caller's own check may ask for another one."""
+        job = self
+        while True:
+            result = await job._of_last(lambda one: one._source.result, check=check)
+            if job._accepts is None or result.outcome.state != "succeeded":
+                return result
+            again = await job._accepts.next_after(result)
+            if isinstance(again, Result):
+                if check and again.outcome.state != "succeeded":
+                    raise error_of(again.outcome)
+                return again
+            job = again
+
+    async def _of_last(
+        self, reader_of: Callable[[AsyncJob], Callable[[], Awaitable[AnyResult | None]]], *, check: bool
+    ) -> AnyResult:
+        """Return the result of this job, or of the job that took its place because its output was refused."""
+        job = self
+        while True:
+            result = await job._once_ended(reader_of(job))
+            if (source := await job._source.successor_of(result.outcome)) is None:
+                break
+            job = AsyncJob(source, self._inbox)
+        if check and result.outcome.state != "succeeded":
+            raise error_of(result.outcome)
+        return result
+
+    async def _once_ended(self, read: Callable[[], Awaitable[AnyResult | None]]) -> AnyResult:
         feed = self._source.feed
         box = self._take_first_box() or self._open_box(behind=all(other.nudged for other in feed.boxes), max_chunks=1)
         try:
@@ -398,19 +303,22 @@ class AsyncJob:
             self._inbox.close_box(feed, box)
         if isinstance(result, Result) or result.is_fetched:
             self._source.forget_submission()
-        if check and result.outcome.state != "succeeded":
-            raise error_of(result.outcome)
         return result
 
     async def ended_result(self) -> Result:
-        """Return the result of a job that has ended, as its tenant's completions say. It may have failed."""
+        """Return the result of a job that has ended, as its tenant's completions say. It may have failed.
+
+        If its output was refused, and it is tried again, this waits for the result of its last attempt.
+        """
         if (result := await self._source.result()) is None:
             return await self.result(check=False)  # Redis reported the end and then lost it.
         self._source.feed.ended = True
         if box := self._take_first_box():
             self._inbox.close_box(self._source.feed, box)
         self._source.forget_submission()
-        return result
+        if self._accepts is None and result.outcome.code != OUTPUT_REJECTED:
+            return result
+        return await self._accepted(check=False)
 
     async def renew(self) -> None:
         """Submit a job again that Redis has lost. Raises NotFoundError unless this client has its request."""
@@ -476,3 +384,9 @@ class AsyncJob:
             box.take_all()
             if box.take_nudge():
                 await self._source.attach()
+
+
+def checked_by(job: AsyncJob, check: OwnCheck) -> AsyncJob:
+    """Return the job, whose result must pass a check of this process."""
+    job._accepts = check
+    return job

@@ -15,8 +15,9 @@ def job_object(status: JobStatus, *, shows_text: bool = True) -> dict[str, Any]:
     """Return a job's state and ledger, without its result.
 
     `model` is null for a job of an earlier release. `max_tokens` is present if the context lowered it, and `retry_of`
-    if the job repeats another one. `first_words`, `webhooks`, `channel` and `custom_id` are present if it has them.
-    `shows_text` says whether the first words of its prompt are shown.
+    if the job repeats another one. `attempt` and `max_attempts` are present if it may be or was tried again, and
+    `retried_as` if another job took its place. `first_words`, `webhooks`, `channel`, `concurrency_key` and
+    `custom_id` are present if it has them. `shows_text` says whether the first words of its prompt are shown.
     """
     shown = {
         "id": status.job_id,
@@ -38,7 +39,11 @@ def job_object(status: JobStatus, *, shows_text: bool = True) -> dict[str, Any]:
         "first_words": (shows_text and status.first_words) or None,
         "custom_id": status.custom_id,
         "max_tokens": status.max_tokens,
+        "concurrency_key": status.concurrency_key,
         "retry_of": status.retry_of,
+        "retried_as": status.retried_as,
+        "attempt": status.attempt if status.attempt > 1 or status.max_attempts else None,
+        "max_attempts": status.max_attempts,
         "webhooks": webhooks,
         "channel": status.channel,
     }

@@ -345,7 +345,7 @@ class Run:
         self._changed.set()
         result = await entry.job.result(check=self._options.check)
         if self._ack is not None:
-            self._to_ack.append(entry.job.id)
+            self._to_ack.append(result.job_id)
             if self._acking is None:
                 self._acking = asyncio.create_task(self._ack_results(self._ack), name="penstock acks of a run")
         return result

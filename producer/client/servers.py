@@ -25,7 +25,7 @@ from penstock.contract.job_actions import JobFilter
 from penstock.contract.pool import PoolActivity, PoolStats
 from penstock.contract.usage import UsagePage, UsageQuery
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.job import KeptSubmissions, RecentSubmissions
+from penstock.producer.client.kept import KeptSubmissions, RecentSubmissions
 from penstock.producer.client.mailbox import QueueWatch
 from penstock.producer.client.pools import POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.settings import ClientSettings, ClientStats

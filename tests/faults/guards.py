@@ -384,7 +384,32 @@ MUTANTS = (
         "'XX', 'CH', 9e15, job.tenant",
         "token_limits.py",
     ),
-    Mutant("older jobs wait first", "queue", "'-inf', place) == 0", "'-inf', place) >= 0", "token_limits.py"),
+    Mutant(
+        "older jobs wait first",
+        "queue",
+        "'-inf', place_of(job)) == 0",
+        "'-inf', place_of(job)) >= 0",
+        "token_limits.py",
+    ),
+    Mutant("a key's limit", "queue", "':keyed:' .. name) >= most", "':keyed:' .. name) >= 1e9", "keyed_jobs.py"),
+    Mutant("a key's pace", "queue", "math.max(0, oldest + span - now)", "0", "keyed_jobs.py"),
+    Mutant(
+        "an end frees its place", "queue", "if job.extra ~= '' then rare().give_up(job, now) end", "", "keyed_jobs.py"
+    ),
+    Mutant(
+        "a canceled job leaves its key's lane",
+        "queue",
+        "redis.call('ZREM', P .. ':awaiting:' .. job.tenant .. ':' .. name, job.id)",
+        "",
+        "keyed_jobs.py",
+    ),
+    Mutant(
+        "half of a burst is left to chats",
+        "queue",
+        "local PART_OF_BURST = 0.5",
+        "local PART_OF_BURST = 1",
+        "keyed_jobs.py",
+    ),
     Mutant(
         "a canceled job waits no more",
         "queue",

@@ -184,7 +184,7 @@ def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     assert found["penstock_queue_depth", "false", "echo", "batch", "queued"] == 1
     assert found["penstock_queue_depth", "false", "echo", "interactive", "queued"] == 0
     states = {key[-1] for key in found if key[0] == "penstock_queue_depth"}
-    assert states == {"queued", "scheduled", "awaiting_tokens", "running"}
+    assert states == {"queued", "scheduled", "awaiting_tokens", "awaiting_key", "running"}
     assert found["penstock_queue_expired_total", "true", "echo", "batch"] == 0
     assert found["penstock_queue_backlog_seconds", "true", "echo"] == 0
     assert found["penstock_queue_age_seconds", "false", "echo", "batch", "queued"] == pytest.approx(90, abs=30)

@@ -19,6 +19,7 @@ NAMED = {
     "requeue": "requeue",
     "release_delayed": "release",
     "release_waiting": "release",
+    "submit_successor": "submit",
 }
 """Functions of the scripts that the table has as writers themselves."""
 SCRIPTS = {
@@ -79,7 +80,8 @@ def _writes(text: str) -> set[str]:
 def _functions() -> dict[str, str]:
     found = re.finditer(r"^( *)(?:local )?function (?:\w+\.)?(\w+)", SHARED, flags=re.MULTILINE)
     bodies = {head[2]: SHARED[head.end() :].split(f"\n{head[1]}end\n")[0] for head in found}
-    bodies = {name: body for name, body in bodies.items() if name not in WRITERS_OF_ARGUMENTS}
+    # `rare` only makes functions, which are found by their own names.
+    bodies = {name: body for name, body in bodies.items() if name not in {*WRITERS_OF_ARGUMENTS, "rare"}}
     return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
 
 

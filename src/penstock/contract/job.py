@@ -2,87 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from textwrap import fill
-from typing import Annotated, Any, Final, Self, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
+from penstock.contract.channel import ChannelOfJob
 from penstock.contract.durability import MEMORY as MEMORY
 from penstock.contract.durability import Durability as Durability
 from penstock.contract.durability import checked_durability as checked_durability
-from penstock.contract.durations import GivenSpan, Span
-from penstock.contract.fields import (
-    BATCH_ROWS,
-    COMPACT,
-    COUNT_TOKENS,
-    EMBEDDINGS,
-    MESSAGES,
-    NAME_PATTERN,
-    OPENAI,
-    RESPONSES,
-    CheckedInput,
-    Option,
-    option_of,
-)
+from penstock.contract.fields import CheckedInput
 from penstock.contract.job_id import JOB_ID_PATTERN
 from penstock.contract.job_id import JobKey as JobKey
 from penstock.contract.job_id import created_at as created_at
 from penstock.contract.job_id import is_job_id as is_job_id
 from penstock.contract.job_id import pool_of as pool_of
 from penstock.contract.job_id import seed_of as seed_of
-from penstock.contract.priority import ClassName, level_of
+from penstock.contract.job_options import DURATIONS as DURATIONS
+from penstock.contract.job_options import LATER_THAN_START as LATER_THAN_START
+from penstock.contract.job_options import OPTIONS_OF_QUEUE as OPTIONS_OF_QUEUE
+from penstock.contract.job_options import RETURN_PROGRESS as RETURN_PROGRESS
+from penstock.contract.job_options import JobOptions as JobOptions
+from penstock.contract.job_options import QueueFields as QueueFields
+from penstock.contract.job_options import QueueOptions as QueueOptions
+from penstock.contract.job_options import SubmitOptions as SubmitOptions
+from penstock.contract.job_options import TaskQueueOptions as TaskQueueOptions
+from penstock.contract.job_terms import MAX_CUSTOM_ID_CHARS as MAX_CUSTOM_ID_CHARS
+from penstock.contract.job_terms import MAX_DEADLINE_S as MAX_DEADLINE_S
+from penstock.contract.job_terms import MAX_KEY_CONCURRENCY as MAX_KEY_CONCURRENCY
+from penstock.contract.job_terms import MAX_KEY_RATE as MAX_KEY_RATE
+from penstock.contract.job_terms import MAX_METADATA as MAX_METADATA
+from penstock.contract.job_terms import MAX_METADATA_KEY_CHARS as MAX_METADATA_KEY_CHARS
+from penstock.contract.job_terms import MAX_METADATA_VALUE_CHARS as MAX_METADATA_VALUE_CHARS
+from penstock.contract.job_terms import MAX_READER_GRACE_S as MAX_READER_GRACE_S
+from penstock.contract.job_terms import MAX_TAG_CHARS as MAX_TAG_CHARS
+from penstock.contract.job_terms import MAX_TAGS as MAX_TAGS
+from penstock.contract.job_terms import MIN_KEY_RATE as MIN_KEY_RATE
+from penstock.contract.job_terms import NO_RESPONSE as NO_RESPONSE
+from penstock.contract.job_terms import TAG_PATTERN as TAG_PATTERN
+from penstock.contract.job_terms import Metadata as Metadata
+from penstock.contract.job_terms import Name as Name
+from penstock.contract.job_terms import ResponseRecord as ResponseRecord
+from penstock.contract.job_terms import Tag as Tag
 from penstock.contract.priority import Priority as Priority
+from penstock.contract.priority import level_of
 from penstock.contract.prompt import MAX_MESSAGES as MAX_MESSAGES
 from penstock.contract.prompt import Message as Message
 from penstock.contract.prompt import PackedPrompt as PackedPrompt
+from penstock.contract.retries import MAX_ATTEMPTS, MAX_RETRY_BACKOFF_S, OutputCheck, OutputCheckOfJob, RetryCause
 from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
-from penstock.contract.sampling import SamplingOptions, Text, encodable
 from penstock.contract.sampling import SamplingParams as SamplingParams
+from penstock.contract.sampling import Text, encodable
 from penstock.contract.sampling import TokenId as TokenId
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task, TextTask
-from penstock.contract.tenant import Terms
-from penstock.contract.tools import MAX_CALLS_OF_CHAT, TemplateKwargs, ToolChoice, Tools, few_calls
+from penstock.contract.tools import MAX_CALLS_OF_CHAT, TemplateKwargs, Tools, few_calls
 from penstock.contract.webhook import MAX_WEBHOOKS, EndpointId
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseRecord:
-    """Bytes that are stored in the same step as a job, and for how long they and the job's result are kept."""
-
-    data: bytes = field(repr=False)
-    keep_ms: int
-    """Milliseconds after the job's end. While the job is open, its record does not expire."""
-
-
-NO_RESPONSE = ResponseRecord(b"", 0)
-"""Stands for the absence of a record."""
-
 
 PREDICTED_OUTPUT_TOKENS = 256
 """Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
-MAX_DEADLINE_S = 366 * 24 * 3600
-"""Longest time for which a job may wait for its start, or live: a year."""
-MAX_READER_GRACE_S = 600
-"""Longest time for which a job that needs a reader may be without one. sweep.lua forgets readers after that time."""
-MAX_TAGS = 4
-MAX_TAG_CHARS = 64
-TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:=/@+-]*$"
-MAX_METADATA = 16
-MAX_METADATA_KEY_CHARS = 64
-MAX_METADATA_VALUE_CHARS = 512
-
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS, pattern=TAG_PATTERN)]
-"""A name by which its tenant's jobs can be listed."""
-MAX_CUSTOM_ID_CHARS = 256
-Metadata = dict[
-    Annotated[str, StringConstraints(min_length=1, max_length=MAX_METADATA_KEY_CHARS), AfterValidator(encodable)],
-    Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS), AfterValidator(encodable)],
-]
 NO_SAMPLING = SamplingParams()
 """The options of a job that names none."""
 
@@ -117,6 +95,14 @@ class JobDef(CheckedInput):
     """The LoRA adapter that the model runs with."""
     task: Task | None = None
     """What to do with the prompt instead of generating text from it."""
+    max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] | None = None
+    """How often it is tried; None: the pool's setting."""
+    retry_on: Annotated[tuple[RetryCause, ...], Field(min_length=1)] | None = None
+    """The errors after which it is tried again; None: all that may be named."""
+    check_output: OutputCheckOfJob = None
+    """What the text of each choice must match."""
+    spent: tuple[int, int, int, int] | None = None
+    """The tokens of the jobs whose outputs were refused before this one: prompt, completion, cached, reasoning."""
     # By a factory, because pydantic copies a default deeply.
     params: SamplingParams = Field(default_factory=lambda: NO_SAMPLING)
     tenant: Name = "default"
@@ -131,6 +117,12 @@ class JobDef(CheckedInput):
     """How long a job that needs a reader may be without one; None: the pool's setting."""
     max_wait_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     """The longest expected wait in the queue with which a foreground job is accepted; None: the pool's limit."""
+    retry_backoff_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_RETRY_BACKOFF_S)
+    """The mean pause before the second attempt; None: the pool's setting."""
+    concurrency_key: Tag | None = None
+    """Jobs of the tenant with the same key share the two limits below, each as its job states it."""
+    max_concurrency: Annotated[int, Field(ge=1, le=MAX_KEY_CONCURRENCY)] | None = None
+    max_per_second: Annotated[float, Field(ge=MIN_KEY_RATE, le=MAX_KEY_RATE)] | None = None
     in_feed: bool = True
     """Whether its end is among its tenant's completions."""
     durability: Durability | None = None
@@ -206,6 +198,17 @@ class JobDef(CheckedInput):
                 raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than {name} ({end_ms})")
         return self
 
+    @model_validator(mode="after")
+    def _key_has_limit(self) -> Self:
+        has_limit = self.max_concurrency is not None or self.max_per_second is not None
+        if has_limit and self.concurrency_key is None:
+            raise ValueError("max_concurrency and max_per_second need a concurrency_key")
+        if self.concurrency_key is not None and not has_limit:
+            raise ValueError("concurrency_key needs max_concurrency or max_per_second")
+        if self.check_output is not None and self.task is not None:
+            raise ValueError(f"check_output: a job of kind {self.kind} has no text to check")
+        return self
+
     @property
     def kind(self) -> str:
         """The kind of job, which names its task."""
@@ -253,237 +256,11 @@ class Request:
     return_progress: bool = False
     adapter: AdapterRef | None = None
     task: Task | None = None
+    max_attempts: int | None = None
+    retry_on: tuple[RetryCause, ...] | None = None
+    check_output: OutputCheck | None = None
+    spent: tuple[int, int, int, int] | None = None
     trace: tuple[str, ...] = ()
-
-
-# Options of a job as callers give them: fields of HTTP bodies, and keyword arguments.
-
-RETURN_PROGRESS: Final = "return_progress"
-"""Also the query parameter of a stream that is read later."""
-_NOT_DELAYED = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
-_ONLY_ANSWERS = {**_NOT_DELAYED, BATCH_ROWS: None}
-_ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_ANSWERS}
-_NOT_LISTED = {COMPACT: None, COUNT_TOKENS: None}
-
-
-_Seconds = Annotated[float | None, Field(gt=0, le=MAX_DEADLINE_S)]
-
-
-class QueueFields(BaseModel):
-    """The options of the queue, each declared once: type, range, names in HTTP bodies, meaning, and flag of `submit`.
-
-    HTTP bodies, rows of batches, tasks, flags, the job's durations and the help of `JobOptions` are made from it. An
-    option whose name ends with `_s` is a duration in seconds, which becomes the field of JobDef that ends with `_ms`.
-    """
-
-    deadline_s: Annotated[
-        _Seconds,
-        Option(
-            {MESSAGES: None, COUNT_TOKENS: None},
-            flag="Seconds after which an unfinished job is ended. Default: no deadline.",
-            help="seconds after which the job expires if it is not done.",
-        ),
-    ] = None
-    ttl_s: Annotated[
-        _Seconds,
-        Option(
-            {MESSAGES: None, COUNT_TOKENS: None},
-            flag="Seconds after which a job that no node has started is ended. Default: none.",
-            help="seconds after which the job expires if no node has started it. It never ends a job that a node has "
-            "started.",
-        ),
-    ] = None
-    not_before_s: Annotated[
-        float | None,
-        Field(ge=0, le=MAX_DEADLINE_S),
-        Option(
-            {RESPONSES: None, **_NOT_DELAYED},
-            in_json=GivenSpan,
-            flag="Seconds to wait before the job may run, or a time with its offset. Default: no wait.",
-            help="seconds that the job waits before it enters the queue, or a time with its offset.",
-        ),
-    ] = None
-    return_progress: Annotated[
-        bool | None, Option(_ONLY_ANSWERS, help="let `AsyncJob.waiting` tell how far the prompt is computed.")
-    ] = None
-    max_wait_s: Annotated[
-        _Seconds,
-        Option(
-            _ONLY_ANSWERS,
-            help="refuse a foreground job that would wait longer than this in the queue; by default the pool's "
-            "setting.",
-        ),
-    ] = None
-    reader_grace_s: Annotated[
-        float | None,
-        Field(ge=1, le=MAX_READER_GRACE_S),
-        Option(
-            {OPENAI: None, **_ONLY_ANSWERS},
-            help="cancel the job when it had no reader for so many seconds (1 to 600), also a background job; by "
-            "default a job that needs a reader has the pool's `reattach_grace_ms`.",
-        ),
-    ] = None
-    background: Annotated[
-        bool | None,
-        Option(
-            {OPENAI: None, **_ONLY_ANSWERS},
-            help="no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, "
-            "and goes on without a reader. A foreground job is canceled soon after its last reader has left.",
-        ),
-    ] = None
-    queue_without_node: Annotated[
-        bool | None,
-        Option(_ONLY_JOBS, help="queue the job even while its pool has no live node; by default the client's setting."),
-    ] = None
-    durability: Annotated[
-        Durability | None,
-        Option(
-            {OPENAI: None, **_ONLY_ANSWERS},
-            flag="What the submission waits for: Redis, its disk, or a replica. Default: memory.",
-            help="`memory` returns once Redis has the job, `fsync` once its disk has it, and `replicated` once a "
-            "replica has it. The default is the client's setting for a job that goes on without a reader, and "
-            "`memory` for others.",
-        ),
-    ] = None
-    idempotency_key: Annotated[
-        str | None,
-        Option(
-            _ONLY_JOBS,
-            help="a later submission with the same key and the same request returns the same job, also if several "
-            "pools serve the model.",
-        ),
-    ] = None
-    tags: Annotated[
-        tuple[Tag, ...] | None,
-        Field(max_length=MAX_TAGS),
-        Option(
-            _NOT_LISTED,
-            flag="Tag of the job. Repeat it for several, up to 4.",
-            help="up to 4 names by which `client.jobs` finds the job, such as `run:7`.",
-        ),
-    ] = None
-    metadata: Annotated[
-        Metadata | None,
-        Field(max_length=MAX_METADATA),
-        Option(
-            _NOT_LISTED,
-            flag="Text to keep with the job. Repeat it for several.",
-            help="up to 16 texts by name, which are shown with the job.",
-        ),
-    ] = None
-    webhooks: Annotated[
-        tuple[EndpointId, ...] | None,
-        Field(max_length=MAX_WEBHOOKS),
-        Option(
-            {OPENAI: None, **_ONLY_ANSWERS},
-            help="up to 3 ids of webhook endpoints that are told when the job has ended; see `AsyncClient.webhooks`.",
-        ),
-    ] = None
-    channel: Annotated[
-        ChannelOfJob,
-        Option(
-            {**_NOT_LISTED, EMBEDDINGS: None},
-            in_json=GivenChannel,
-            flag="Also publish the answer on a channel of Redis: json or msgpack. Jobs may share a name.",
-            help="also publish each chunk on a channel of Redis, for a client in any language: `True` as msgpack, "
-            '`"json"` as an event of `/v1/jobs/ID/stream`. With `{"name": …, "format": …}`, several jobs of a tenant '
-            "share a channel. The handle's `channel` is its whole name. Such a job goes on without a reader.",
-        ),
-    ] = None
-
-
-DURATIONS: Final = {name: f"{name[:-2]}_ms" for name in QueueFields.model_fields if name.endswith("_s")}
-"""Each duration → the field of JobDef with its milliseconds."""
-LATER_THAN_START: Final = ("deadline_s", "ttl_s")
-"""Durations that must be longer than `not_before_s`."""
-
-
-class TaskQueueOptions(TypedDict, total=False):
-    """The options of `QueueFields` that jobs of all kinds have, as keyword arguments."""
-
-    deadline_s: Span | None
-    ttl_s: Span | None
-
-
-class QueueOptions(TaskQueueOptions, total=False):
-    """The options of `QueueFields` as keyword arguments, for type checkers.
-
-    A time in seconds may also be a timedelta, or an aware datetime until which it lasts.
-    """
-
-    not_before_s: Span | None
-    return_progress: bool
-    max_wait_s: Span | None
-    reader_grace_s: Span | None
-    background: bool
-    queue_without_node: bool | None
-    durability: Durability | None
-    idempotency_key: str | None
-    tags: Sequence[str] | None
-    metadata: Mapping[str, str] | None
-    webhooks: Sequence[str] | None
-    channel: ChannelOption
-
-
-class JobOptions(SamplingOptions, QueueOptions, total=False):
-    """Keyword arguments of `submit`, `generate` and `map`: how jobs are queued, and every field of `SamplingParams`.
-
-    model: a served model, pool, alias or adapter; optional if only one model is served.
-    adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
-    params: all sampling options at once, instead of the single arguments.
-    priority: the job's class or its name; by default `batch` for background work, and `standard` for other work.
-    needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
-    in_feed: list the job's end among the tenant's completions (the default), where `completions` finds it.
-    lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
-    tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
-    tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
-    parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
-    chat_template_kwargs: variables for the model's chat template, such as `enable_thinking`.
-    tenant: the tenant that the job belongs to; by default the client's.
-    terms: the tenant's limits and weight; by default no limits, and the client's weight.
-    """
-
-    model: str | None
-    adapter: str | None
-    params: SamplingParams | None
-    priority: Priority | ClassName
-    needs_reader: bool
-    in_feed: bool
-    lower_max_tokens: bool
-    tools: Sequence[Mapping[str, Any]] | str | None
-    tool_choice: ToolChoice
-    parallel_tool_calls: bool
-    chat_template_kwargs: Mapping[str, Any] | str | None
-    tenant: str | None
-    terms: Terms | None
-
-
-class SubmitOptions(JobOptions, total=False):
-    """Keyword arguments of `submit`: those of `JobOptions`, and what only a single job can have.
-
-    job_id: `<pool>.<uuidv7>`; the client makes one by default.
-    task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
-    response: the record of a stored response, which is stored in the same step as the job.
-    hides_models: errors do not list what is served; for a caller that may use only some models.
-    retry_of: the ended job whose request this one repeats; see `AsyncClient.retry`.
-    custom_id: your own name of the job, up to 256 characters, which is shown with it.
-    """
-
-    job_id: str | None
-    task: Task | None
-    response: ResponseRecord | None
-    hides_models: bool
-    retry_of: str | None
-    custom_id: str | None
-
-
-_QUEUE_HELP = [
-    fill(f"{name}: {option_of(QueueFields, name).help}", 116, initial_indent="    ", subsequent_indent="        ")
-    for name in QueueFields.model_fields
-]
-JobOptions.__doc__ = "\n".join([(JobOptions.__doc__ or "").rstrip(), *_QUEUE_HELP])
-OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
-"""Options that say how a job is queued, not how its tokens are sampled."""
 
 
 def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:

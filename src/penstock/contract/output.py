@@ -178,6 +178,18 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
+    def all_counts(self) -> tuple[int, int, int, int]:
+        """Return the four counts."""
+        return self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens
+
+    def plus(self, spent: tuple[int, int, int, int]) -> Usage:
+        """Return these counts with those of earlier attempts."""
+        return Usage(*(one + other for one, other in zip(self.all_counts(), spent, strict=True)))
+
+    def minus(self, spent: tuple[int, int, int, int]) -> Usage:
+        """Return these counts without those of earlier attempts."""
+        return Usage(*(max(0, one - other) for one, other in zip(self.all_counts(), spent, strict=True)))
+
     def counts(self) -> list[int]:
         """Return the counts as chunks and results have them: the last one only if it is not 0."""
         first = [self.prompt_tokens, self.completion_tokens, self.cached_tokens]
@@ -287,12 +299,14 @@ class Result(FirstChoice):
 
 # A job's ledger: when the job was queued, taken, moved and finished, by which nodes, and what it used.
 
-LeaseEnd = Literal["drain", "pressure", "lacking", "lost", "unlisted", "repaired"]
+LeaseEnd = Literal["drain", "pressure", "lacking", "lost", "unlisted", "repaired", "failed"]
 """Why a lease ended before its job did. `drain`: the node left. `pressure`: it lacked KV capacity. `lacking`: it lacked
 the adapter, or did not know a field of the job. `lost`: it died. `unlisted`: it had no such job. `repaired`: an audit
-queued the job again."""
-EventName = Literal["queued", "taken", "moved", "first_token", "preempted", "given_back", "node_lost", "finished"]
-_EVENT_OF: dict[str, EventName] = {"pressure": "preempted", "lost": "node_lost"}
+queued the job again. `failed`: an error ended the attempt, and the job has another one."""
+EventName = Literal[
+    "queued", "taken", "moved", "first_token", "preempted", "given_back", "node_lost", "attempt_failed", "finished"
+]
+_EVENT_OF: dict[str, EventName] = {"pressure": "preempted", "lost": "node_lost", "failed": "attempt_failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +317,8 @@ class PastLease:
     taken_ms: int
     ended_ms: int
     why: LeaseEnd
+    code: str = ""
+    """The code of the error that ended a `failed` one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +331,7 @@ class LedgerEvent:
     from_node_id: str = ""
     """For `moved`: the node that had the job before."""
     reason: str = ""
-    """For `given_back`: a `LeaseEnd`. For `finished`: the job's terminal state."""
+    """For `given_back`: a `LeaseEnd`. For `attempt_failed`: the error's code. For `finished`: the terminal state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +378,8 @@ class JobLedger:
         for lease in self.past_leases:
             yield _taken(lease.node_id, lease.taken_ms, before)
             event = _EVENT_OF.get(lease.why, "given_back")
-            yield LedgerEvent(event, lease.ended_ms, lease.node_id, reason=lease.why if event == "given_back" else "")
+            reason = lease.why if event == "given_back" else lease.code
+            yield LedgerEvent(event, lease.ended_ms, lease.node_id, reason=reason)
             before = lease.node_id
         if self.node_id:
             yield _taken(self.node_id, self.retaken_ms or self.taken_ms, before)

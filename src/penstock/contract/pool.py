@@ -121,8 +121,8 @@ SCRIPTS_PART = "scripts"
 STOPPING_PARTS = frozenset((RANKS_PART, SCRIPTS_PART))
 """A node takes no jobs while one of these is unhealthy, and is not ready."""
 
-WaitState = Literal["queued", "scheduled", "awaiting_tokens"]
-"""Why a job waits: for a node, for its time (`not_before`), or for its tenant's tokens per minute."""
+WaitState = Literal["queued", "scheduled", "awaiting_tokens", "awaiting_key"]
+"""Why a job waits: for a node, its time (`not_before`), its tenant's tokens and rates, or its concurrency key."""
 WAIT_STATES: tuple[WaitState, ...] = get_args(WaitState)
 NO_JOBS: PerLevel = (0,) * NUM_LEVELS
 
@@ -206,6 +206,8 @@ EVENTS = {
     "given_back_pressure": "jobs that a node gave back because another node had capacity for them",
     "given_back_lacking": "jobs that a node gave back because it lacks their adapter, or does not know a field of them",
     "given_back_lost": "jobs that a node gave back because one of its ranks ended during their step",
+    "given_back_failed": "jobs that a node gave back for another attempt, after an error of its own",
+    "output_rejected": "jobs whose output their check refused, and that another job took the place of",
     "given_back_unlisted": "jobs assigned to a node that did not know of them",
     "webhooks_dropped": "ends of jobs that no webhook tells of, because their tenant had 100,000 of them in the pool",
     "clock_jumps": "jumps of Redis's clock, such as after a fail-over to another machine",

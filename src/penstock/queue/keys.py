@@ -4,20 +4,27 @@ All keys of a pool share the hash tag `{pool}`, so that one script works in one 
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Lifetimes such as `result_ttl_ms` are settings of the pool,
 which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
 closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
-time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys, and change those that say
+time, its tenant's tokens or its key (take, sweep). `ring` wakes a node. finish submits what takes the place of a job
+whose output was refused, as `submit` does. audit may write all keys, and change those that say
 where an open job waits. forget deletes the keys of an unused pool, and erase those of a
 tenant's ended jobs, with what the pool counted of the tenant.
 
     key                      type    writers                              content; lifetime
     P:queue:<l>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids of a level: 0 interactive …
                                                                           2 batch, + 3 for background work
-    P:requeued:<l>:<tenant>  zset    requeue, release; take, end          queued again or formerly waiting ids, by
+    P:requeued:<l>:<tenant>  zset    submit, requeue, release; take, end  queued again or formerly waiting ids, by
                                                                           submission time
-    P:delayed:<l>:<t>        zset    submit; release, end                 ids of jobs with not_before, by that time
+    P:delayed:<l>:<t>        zset    submit, requeue; release, end        ids of jobs with not_before, by that time
     P:delayed                zset    submit, release, end                 `<l>:<t>` → when to look at its delayed jobs
     P:awaiting:<t>           zset    submit, release; end                 ids of the tenant's jobs that wait for its
                                                                           tokens, by level and submission time
-    P:awaiting               zset    submit, release, end                 tenant → when to look at its waiting jobs
+    P:awaiting:<t>:<key>     zset    submit, release; end                 the same of those that wait for their key
+    P:awaiting               zset    submit, release, requeue, end        tenant, or `<t>:<key>` → when to look at its
+                                                                          waiting jobs
+    P:keyed:<t>:<key>        set     submit, release; requeue, end        ids with that key that are queued or running
+    P:paced:<t>:<key>        list    submit, release                      when the last ones joined the queue; as long
+                                                                          as they count
+    P:keys:<t>               set     submit, release; requeue, end        the tenant's keys with open jobs
     P:waiting:<l>            zset    submit, requeue, release; take, end  all queued ids, by submission time
     P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
                                                                           submission time
@@ -95,10 +102,10 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:lengths                hash    end                                  tenant → length of its recent outputs
     P:rate:<t>               hash    submit, release; end                 when its next job and token are due, in ms,
                                                                           and the ms per job and token of that rate
-    P:may_use:<t>            zset    submit, release; end                 queued and running ids of the tenant, by the
+    P:may_use:<t>            zset    submit, release; requeue, end        queued and running ids of the tenant, by the
                                                                           most tokens that they may use
     P:may_use                hash    submit, release; end                 tenant → their sum; no field where it is 0
-    P:used:<t>               hash    end                                  slot of 5 s → tokens of the tenant's jobs that
+    P:used:<t>               hash    end, requeue                         slot of 5 s → tokens of the tenant's jobs that
                                                                           ended then; 65 s
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep

@@ -22,6 +22,7 @@ class NodeProcess(ChildProcess):
         *,
         step_s: float = 0.0,
         tokens_per_step: int = 1,
+        error_share: float = 0.0,
         dies: str = "",
         tokenizer_hangs: bool = False,
         **settings: Any,
@@ -33,5 +34,6 @@ class NodeProcess(ChildProcess):
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
         env |= {"REFERENCE_TOKENS_PER_STEP": str(tokens_per_step)} if tokens_per_step > 1 else {}
         env |= {"REFERENCE_TOKENIZER_HANGS": "1"} if tokenizer_hangs else {}
+        env |= {"REFERENCE_ERROR_SHARE": str(error_share)} if error_share else {}
         self.imports = ("penstock.gpu_node.model.loading.load",) if "model" in settings else ()
         super().__init__(command, env, dies=dies)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import struct
 import time
 from collections import deque
@@ -326,6 +327,21 @@ class ReferenceEngine:
     def memory_trail(self) -> list[str]:
         """Return no entries: blocks are only counted."""
         return []
+
+
+class FailingEngine(ReferenceEngine):
+    """Fails at some tokens, as an engine does whose model gives NaN: each time at others."""
+
+    def __init__(self, *, error_share: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._error_share = error_share
+        self._random = random.Random(time.monotonic_ns())
+
+    def _advance(self, live: _Live) -> StepOutput:
+        if live.embed is None and self._random.random() < self._error_share:
+            self._live.remove(live)
+            return StepOutput(live.request_id, live.choice, len(live.tokens), (), "", "error", None)
+        return super()._advance(live)
 
 
 _NUM_BULK, _MAX_BULK = 4096, 8192

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.output import Outcome, Usage
 from penstock.gpu_node.jobs.times import NodeCounts
-from penstock.gpu_node.publishing.outbox import EndedJobs
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit

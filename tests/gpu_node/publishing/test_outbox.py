@@ -18,7 +18,9 @@ from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.publishing import sending
-from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, EndedJobs, Outbox
+from penstock.gpu_node.publishing.attempts import Attempts
+from penstock.gpu_node.publishing.ended_jobs import EndedJobs
+from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
 from penstock.gpu_node.publishing.sending import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.taker import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, JobEnd, NodeBroker, Taken
@@ -100,7 +102,10 @@ class Rig:
             self.worker,
             JobReports(),
             Bell().capacity_freed,
-            EndedJobs(self.broker, held_jobs.counts, keep_s=30, max_bytes=1 << 20),
+            (
+                EndedJobs(self.broker, held_jobs.counts, keep_s=30, max_bytes=1 << 20),
+                Attempts(self.broker, max_attempts=1),
+            ),
             max_unsent_bytes=MAX_UNSENT_BYTES,
             pace=self.pace,
         )

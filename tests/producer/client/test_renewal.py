@@ -14,7 +14,7 @@ from uuid_utils import uuid7
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import JobDef, ResponseRecord
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.producer.client.job import RecentSubmissions
+from penstock.producer.client.kept import RecentSubmissions
 from penstock.producer.client.mailbox import Feed
 from penstock.queue.broker import history
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted

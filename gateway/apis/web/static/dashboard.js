@@ -149,6 +149,7 @@ class PoolView {
       ["Foreground backlog", secondsOrUnknown(backlog.foreground)],
       ["Background backlog", secondsOrUnknown(backlog.background)],
       ["Jobs awaiting tokens", number(classes.reduce((sum, one) => sum + one.awaiting_tokens, 0))],
+      ["Jobs awaiting their key", number(classes.reduce((sum, one) => sum + one.awaiting_key, 0))],
       ["Jobs expired", number(counts.ended_expired)]];
     this.tiles.replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("span", {}, name), el("strong", {}, value))));
   }

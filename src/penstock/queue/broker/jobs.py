@@ -40,7 +40,7 @@ STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     *("engine_preemptions", "limits", "cancel", "retry_of", "accepted", "tag1", "tag2", "tag3", "tag4"),
-    *("webhooks", "channel", "model", "words"),
+    *("webhooks", "channel", "model", "words", "attempts", "retried_as", "retry", "key"),
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -98,6 +98,14 @@ class JobStatus:
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
     model: str = ""
     """The name of the model that the job was submitted for; empty for a job of an earlier release."""
+    attempt: int = 1
+    """The number of its present or last attempt; those of the jobs that it repeats count too."""
+    max_attempts: int | None = None
+    """How often it may be tried, if its submission says so."""
+    retried_as: str | None = None
+    """The id of the job that took its place, because its output was refused."""
+    concurrency_key: str | None = None
+    """The key whose limits it shares with other jobs."""
     first_words: str = ""
     """The first words of the prompt, of a chat those of the user's last message; empty for token ids."""
 
@@ -144,6 +152,10 @@ def status_of(
         webhooks=tuple(fields["webhooks"].split()),
         own_channel=channel_of_field(fields["channel"]),
         model=fields["model"],
+        concurrency_key=fields["key"] or None,
+        attempt=max(1, whole(fields["attempts"])),
+        max_attempts=whole(fields["retry"].partition(" ")[0]) or None,
+        retried_as=f"{pool_of(job_id)}.{fields['retried_as']}" if fields["retried_as"] else None,
         first_words=fields["words"],
     )
 
@@ -225,13 +237,14 @@ _LEASE_ENDS = frozenset(get_args(LeaseEnd))
 
 
 def _past_leases(text: str) -> Iterator[PastLease]:
-    """Parse `<node>@<taken>-<ended>:<why>`, separated by spaces."""
+    """Parse `<node>@<taken>-<ended>:<why>`, separated by spaces; <why> may be `failed/<code>`."""
     for entry in text.split():
         lease, _, why = entry.rpartition(":")
+        why, _, code = why.partition("/")
         node_id, _, times = lease.rpartition("@")
         taken_ms, _, ended_ms = times.partition("-")
         if node_id and why in _LEASE_ENDS:
-            yield PastLease(node_id, whole(taken_ms), whole(ended_ms), cast(LeaseEnd, why))
+            yield PastLease(node_id, whole(taken_ms), whole(ended_ms), cast(LeaseEnd, why), code)
 
 
 def _used(text: str) -> tuple[Usage | None, int | None]:

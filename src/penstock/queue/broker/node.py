@@ -35,9 +35,9 @@ MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """A job that was given back this often costs its maximum KV tokens from then on. give_back.lua has the same value."""
 MAX_MESSAGE_CHARS = 1000
-Why = Literal["drain", "handover", "pressure", "lacking", "lost"]
+Why = Literal["drain", "handover", "pressure", "lacking", "lost", "failed"]
 """Why a node gives jobs back: it leaves, it will leave and another node can go on now, it lacks KV capacity or their
-adapter, or it lost a rank in their step."""
+adapter, it lost a rank in their step, or an error ended their attempt."""
 _SET = "redis.call('DEL', KEYS[1]); return redis.call('SET', KEYS[1], ARGV[1])"
 _HSET = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """Writes behind a free write. A full Redis refuses a plain one, but a full Redis needs new nodes most."""
@@ -138,6 +138,8 @@ class GivenBackJob:
     cost: int
     max_kv_tokens: int
     num_preemptions: int = 0
+    code: str = ""
+    """The code of the error that ended its attempt, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,14 @@ class UsedTokens(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class Successor:
+    """The job that takes the place of one whose output was refused, and its packed request."""
+
+    job_id: str
+    request: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class JobEnd:
     """The end of a job: its last chunks, how it ended, and its packed result."""
 
@@ -178,6 +188,7 @@ class JobEnd:
     outcome: Outcome
     result: bytes = b""
     used: UsedTokens = field(default_factory=UsedTokens)
+    successor: Successor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -396,7 +407,10 @@ class NodeBroker:
             arguments = [
                 item
                 for job in part
-                for item in (job.job_id, job.lease, job.cost, job.max_kv_tokens, job.num_preemptions)
+                for item in (
+                    *(job.job_id, job.lease, job.cost, job.max_kv_tokens, job.num_preemptions),
+                    *((job.code,) if why == "failed" else ()),
+                )
             ]
             found, ended = await self._call("give_back", why, *arguments)
             scripts.log_ends(ended)
@@ -439,6 +453,7 @@ def _fields_of(end: JobEnd) -> dict[str, Any]:
         "param": outcome.param,
         "preemptions": used.get("num_preemptions"),
         "chunks": last.chunks,
+        "successor": end.successor and (end.successor.job_id, end.successor.request),
     }
     return {
         "id": last.job_id,

@@ -20,8 +20,8 @@ TYPES = {
         "hash": "adapters backlog background_turns bulk config counts ended_before head_served hour_usage job lengths "
         "paces paused pressure queued queued_background rate recent_use refused reservations reserved schema "
         "seats stored tenant_tasks untold_sizes usage used",
-        "list": "log profile",
-        "set": "open running tenant",
+        "list": "log paced profile",
+        "set": "keyed keys open running tenant",
         "stream": "queue untold",
         "string": "audit idem last_take left metadata record request response result virtual_clock",
         "zset": "awaiting bulks dead_letters deadlines debt delayed events expiry free jobs node_events nodes readers "
@@ -110,7 +110,7 @@ class PoolScan:
             await self._scan_stream(name, key)
         elif head == "expiry":
             await self._scan_expiry(name, key)
-        elif head in ("open", "tenant", "running"):
+        elif head in ("open", "tenant", "running", "keyed"):
             self._note(name, await self._redis.smembers(key))
         elif head in _ZSETS_OF_JOBS and (rest or head not in _OF_TENANT):
             await self._scan_ids(name, key)

@@ -20,6 +20,7 @@ from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
+from penstock.contract.retries import OUTPUT_REJECTED
 from penstock.contract.tenant import NO_LIMIT
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
@@ -207,11 +208,26 @@ class ProducerBroker:
         await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox, int(stops))
 
     @retried
+    async def successor_of(self, job_id: str, outcome: Outcome) -> str | None:
+        """Return the id of the job that took the place of an ended one, because its output was refused; else None."""
+        if outcome.code != OUTPUT_REJECTED:
+            return None
+        with translated():
+            found = await cast(Any, self._redis.hget(keys.job(job_id), "retried_as"))
+        return None if found is None else f"{pool_of(job_id)}.{found.decode(errors='replace')}"
+
+    @retried
     async def cancel(self, job_id: str, tenant: str) -> str:
-        """Cancel a job. Returns `cancelled`, `cancelling` (it ends within a step), or its earlier terminal state."""
+        """Cancel a job, or the one that took its place.
+
+        Returns `cancelled`, `cancelling` (it ends within a step), or its earlier terminal state.
+        """
         state = await scripts.cancel(self._redis, job_id, tenant)
         if state == "NOT_FOUND":
             raise _no_job(job_id)
+        if state == "failed":
+            successor = await self.successor_of(job_id, Outcome("failed", OUTPUT_REJECTED))
+            return state if successor is None else await self.cancel(successor, tenant)
         if state in _CANCELLED:
             self._recent.note(partial(scripts.cancel, self._redis, job_id, tenant))
         return state
@@ -289,6 +305,9 @@ class ProducerBroker:
         ]
         with translated():
             replies = await scripts.call_all(self._redis, commands)
+            # A Redis that loads its data says so for each command, and is asked again.
+            if away := next((one for one in replies if isinstance(one, Exception) and "LOADING" in str(one)), None):
+                raise away
         return list(zip(replies[::2], replies[1::2], strict=True))
 
     @retried

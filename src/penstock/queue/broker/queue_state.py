@@ -60,7 +60,7 @@ class QueueReader:
                 *(_first_of(keys.waiting(pool, level)) for level in _LEVELS),
             ]
         )
-        costs, tenants = costs or [None] * NUM_LEVELS, tenants or []
+        costs, lanes = costs or [None] * NUM_LEVELS, [one.decode() for one in tenants or () if is_text(one)]
         now_ms = pool_ms(time, ahead_ms)
         counts, heads = indexes[:NUM_LEVELS], indexes[NUM_LEVELS:]
         waiting: Waiting = {
@@ -68,9 +68,8 @@ class QueueReader:
                 tuple(count or 0 for count in counts), tuple(_age_ms(head, now_ms) for head in heads)
             ),
             "scheduled": await self._scheduled(pool, now_ms),
-            "awaiting_tokens": await self._awaiting_tokens(
-                pool, [one.decode() for one in tenants if is_text(one)], now_ms
-            ),
+            "awaiting_tokens": await self._awaiting(pool, [one for one in lanes if ":" not in one], now_ms),
+            "awaiting_key": await self._awaiting(pool, [one for one in lanes if ":" in one], now_ms),
         }
         return waiting, tuple(map(whole, costs))
 
@@ -99,8 +98,9 @@ class QueueReader:
             oldest_ms[level] = max(oldest_ms[level], _age_ms(head, now_ms))
         return WaitingJobs(tuple(counts), tuple(oldest_ms))
 
-    async def _awaiting_tokens(self, pool: str, tenants: Sequence[str], now_ms: int) -> WaitingJobs:
-        sets = [(keys.awaiting(pool, tenant), level) for tenant in tenants for level in _LEVELS]
+    async def _awaiting(self, pool: str, lanes: Sequence[str], now_ms: int) -> WaitingJobs:
+        """Return the jobs that wait in these lanes, each a tenant or one of its keys."""
+        sets = [(keys.awaiting(pool, lane), level) for lane in lanes for level in _LEVELS]
         bounds = [(level * _LEVEL_STEP, f"({(level + 1) * _LEVEL_STEP}") for level in _LEVELS]
         found = await self._run(
             [

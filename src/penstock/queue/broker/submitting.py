@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -244,13 +245,37 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "metadata": metadata,
         "retry_of": (job.retry_of or "").rpartition(".")[2],
         "webhooks": " ".join(job.webhooks),
+        "more": _rare_fields_of(job),
         "model": short(submission.model),
         "words": first_words(job),
     }
     # submit.lua has the defaults.
-    for name in [name for name, value in row.items() if value is None or value == ""]:
+    for name in [name for name, value in row.items() if value is None or value == "" or value == {}]:
         del row[name]
     return PackedSubmission(job, inbox, terms, row, request, record.data)
+
+
+def _rare_fields_of(job: JobDef) -> dict[str, str]:
+    """Return the fields of a job's record that few jobs have."""
+    if job.max_attempts is None and job.retry_backoff_ms is None and job.concurrency_key is None:
+        return {}
+    found = dict[str, str]()
+    if not (job.max_attempts is None and job.retry_backoff_ms is None):
+        terms = (job.max_attempts, job.retry_backoff_ms)
+        found["retry"] = " ".join("-" if one is None else str(one) for one in terms)
+    if job.concurrency_key is not None:
+        found["key"], found["key_terms"] = job.concurrency_key, _key_terms_of(job)
+    return found
+
+
+def _key_terms_of(job: JobDef) -> str:
+    """Return the limits of a job's key as its record has them: most jobs, and jobs in so many milliseconds."""
+    most = "-" if job.max_concurrency is None else str(job.max_concurrency)
+    if (rate := job.max_per_second) is None:
+        return f"{most} - -"
+    # Whole jobs in a span that is as much longer than a second.
+    num_jobs = math.ceil(rate)
+    return f"{most} {num_jobs} {math.ceil(1000 * num_jobs / rate)}"
 
 
 def _packed_terms(terms: Terms) -> dict[str, Any]:

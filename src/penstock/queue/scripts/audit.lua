@@ -59,6 +59,9 @@ local function keys_of(job)
   keys.open, keys['tenant:' .. job.tenant .. ':open'] = '', ''
   local may_use = job.entry ~= DELAYED and redis.call('HGET', job_key(job.id), 'may_use')
   if may_use then keys['may_use:' .. job.tenant] = may_use end
+  local key = redis.call('HGET', job_key(job.id), 'key')
+  local lane_of_key = key and job.tenant .. ':' .. key
+  if key and job.entry ~= DELAYED then keys['keyed:' .. lane_of_key] = '' end
   if job.state == 'running' then
     keys['running:' .. job.node] = ''
     return keys
@@ -66,7 +69,15 @@ local function keys_of(job)
   if job.deadline ~= '' then keys.deadlines = job.deadline end
   if job.entry == DELAYED then
     local place = redis.call('ZSCORE', P .. ':awaiting:' .. job.tenant, job.id)
-    if place then keys['awaiting:' .. job.tenant] = place else keys['delayed:' .. lane_of(job)] = job.submitted end
+    local of_key = lane_of_key and redis.call('ZSCORE', P .. ':awaiting:' .. lane_of_key, job.id)
+    if of_key then
+      keys['awaiting:' .. lane_of_key] = of_key
+    elseif place then
+      keys['awaiting:' .. job.tenant] = place
+    else
+      keys['delayed:' .. lane_of(job)] = job.submitted
+    end
+    if lane_of_key and place and not of_key then keys['keyed:' .. lane_of_key] = '' end
     return keys
   end
   keys['waiting:' .. job.level] = job.submitted
@@ -82,7 +93,7 @@ end
 local function kind_of(name)
   local head = string.match(name, '^[^:]+')
   if head == 'queue' then return 'stream' end
-  if head == 'open' or head == 'tenant' or head == 'running' then return 'set' end
+  if head == 'open' or head == 'tenant' or head == 'running' or head == 'keyed' then return 'set' end
   return 'zset'
 end
 
@@ -316,7 +327,7 @@ local function told_by(seen)
     if kind == 'waiting' then level = rest end
     if kind == 'queue' then told.entry = entry end
     if kind == 'delayed' or kind == 'awaiting' then told.entry = DELAYED end
-    if kind == 'awaiting' then tenant = rest end
+    if kind == 'awaiting' or kind == 'keyed' then tenant = string.match(rest, '^[^:]+') end
     if kind == 'tasks' then told.n = '0' end
     told.level, told.tenant = level or told.level, tenant or told.tenant
   end

@@ -48,19 +48,18 @@ function OPS.reschedule(job)
   local was_scheduled = is_scheduled(job)
   if asked.begins_in_ms == 0 and not was_scheduled then return end
   leave_queue(job)
-  if not redis.call('HGET', job_key(job.id), 'accepted') then
-    redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
-  end
-  if not was_scheduled then
-    -- Its tokens stay charged, and no longer count as those that it may use in this minute.
-    if redis.call('HGET', job_key(job.id), 'may_use') then token_limit.settle_tokens(job, 0, now) end
-    redis.call('HDEL', job_key(job.id), 'to_charge')
+  if was_scheduled then
+    if not redis.call('HGET', job_key(job.id), 'accepted') then
+      redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
+    end
+    job.submitted = now + asked.begins_in_ms
+    redis.call('HSET', job_key(job.id), 'submitted', job.submitted)
+    delay_job(job)
+    note_due(job)
+  else
     lists.move(job, 'queued', 'scheduled')
+    rare().postpone(job, now + asked.begins_in_ms, now)
   end
-  job.entry, job.submitted = DELAYED, now + asked.begins_in_ms
-  redis.call('HSET', job_key(job.id), 'entry', DELAYED, 'submitted', job.submitted)
-  delay_job(job)
-  note_due(job)
   if asked.begins_in_ms == 0 then ring_doorbell(tonumber(job.cost)) end
 end
 

@@ -8,6 +8,8 @@
 --   preemptions: how often the node's engine preempted the job's sequences.
 --   prompt, completion, cached, reasoning: tokens that the job used; reasoning is absent for 0. log_bytes: size of all
 --   its chunks. Absent where unknown.
+--   successor: {id, request} of the job that takes its place if it has another attempt, because its check refused the
+--   output; absent for none.
 --   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
 -- Answer, one per job: OK | FENCED | NEED n | GONE (as for emit) | ERR text.
 --   A queued job that was never taken, as Redis says, is ended as one of this node: Redis lost the take.
@@ -70,10 +72,18 @@ local function finish_job(one, result)
     correct_charge(job, kv_token_ms / weight_of(job) - charged_of(job))
   end
   note_preemptions(id, one.preemptions or 0)
+  local number, pause
+  if one.successor and redis.call('HGET', job_key(id), 'cancel') ~= '1' then number, pause = rare().next_attempt(job, now) end
+  if number then
+    fields[#fields + 1], fields[#fields + 2] = 'retried_as', string.match(one.successor[1], '[^.]*$')
+    -- The end of the last job is told.
+    job.webhooks = ''
+  end
   local reported = {prompt = one.prompt, completion = one.completion, cached = one.cached,
     reasoning = one.reasoning, log_bytes = one.log_bytes, result_bytes = #result, kv_token_ms = kv_token_ms}
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
   end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
+  if number then rare().submit_successor(job, one.successor, number, pause, now) end
   return 'OK'
 end
 

@@ -1,20 +1,21 @@
 -- give_back: a node returns running jobs to the queue. They keep their submission time. Only 'lost' counts a loss.
--- ARGV: node why, then per job: id lease cost max_kv_tokens preemptions
+-- ARGV: node why, then per job: id lease cost max_kv_tokens preemptions, and for 'failed' its code
 --   why: 'drain': the node leaves. 'handover': it will leave; a job returns only if another node has capacity for it, no
 --   pause holds it back, and it was not lost before. Its ledger says 'drain'. 'pressure': the node lacks capacity; a job
 --   returns only if another node has capacity for it. 'lacking': it lacks the job's adapter, or does not know a field of it; a job returns only if some node is not
 --   known to lack that too.
 --   'lost': one of its ranks ended during a step with the job, which may be why. A job lost too often is a dead letter.
+--   'failed': an error of the node or its engine ended the attempt. It returns after a pause, if it has another attempt.
 --   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
 --   a job costs max_kv_tokens, so that the next node can keep it to its end. preemptions: how often the node's engine
 --   preempted the job's sequences.
 -- Answer: {OK | KEEP | FENCED | GONE, for each job}, {{id, tenant, state, code} of an ended job, …}
---   KEEP: no other node could take the job, so it stays with this node.
-local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 5
+--   KEEP: no other node could take the job, so it stays with this node; or it has no further attempt.
 local node, why, config, now = ARGV[1], ARGV[2], read_config(), clock()
+local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, why == 'failed' and 6 or 5
 local told = why == 'handover' and 'drain' or why
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
-if not ({drain = 1, handover = 1, pressure = 1, lacking = 1, lost = 1})[why] then return redis.error_reply('BAD_REASON') end
+if not ({drain = 1, handover = 1, pressure = 1, lacking = 1, lost = 1, failed = 1})[why] then return redis.error_reply('BAD_REASON') end
 
 -- Whether a node can continue the job and has slots for its choices.
 local function can_continue(other, job)
@@ -68,8 +69,15 @@ local function all_that_lack(id)
 end
 
 -- Queues a job again, unless no other node could take it.
-local function give(job, cost, max_kv_tokens, engine_preemptions)
-  if why == 'lost' then
+local function give(job, cost, max_kv_tokens, engine_preemptions, code)
+  local pause
+  if why == 'failed' then
+    local number
+    number, pause = rare().next_attempt(job, now)
+    if not number then return 'KEEP' end
+    redis.call('HSET', job_key(job.id), 'attempts', number + 1)
+    told = 'failed/' .. code
+  elseif why == 'lost' then
     if end_if_lost_too_often(job, node .. '/' .. now, config, now) then return 'OK' end
   elseif why == 'lacking' then
     local lacks = all_that_lack(job.id)
@@ -82,8 +90,8 @@ local function give(job, cost, max_kv_tokens, engine_preemptions)
     redis.call('HSET', job_key(job.id), 'preemptions', preemptions)
   end
   note_preemptions(job.id, engine_preemptions)
-  requeue(job, now, told, cost, now + config.avoid_ms)
-  count_event('given_back_' .. told)
+  requeue(job, now, told, cost, now + config.avoid_ms, pause)
+  count_event('given_back_' .. (why == 'failed' and why or told))
   return 'OK'
 end
 
@@ -100,7 +108,7 @@ for at = FIRST, #ARGV, ARGS do
     answer = 'FENCED'
     count_event('fenced')
   elseif not end_if_over(job, config, now) then
-    answer = give(job, cost, max_kv_tokens, tonumber(ARGV[at + 4]))
+    answer = give(job, cost, max_kv_tokens, tonumber(ARGV[at + 4]), ARGV[at + 5])
   end
   answers[#answers + 1] = answer
 end

@@ -13,13 +13,15 @@
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge;
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used limits in_feed begun_deadline accepted tag1 … tag4 extra retry_of
---   webhooks deleted model words stopped_by max_wait
+--   webhooks deleted model words stopped_by max_wait retry attempts retried_as key key_terms
+--   to_pay
 -- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
 -- needs_reader: '0' for a job that needs no reader. '1' for one that is canceled reattach_grace_ms after its last reader
 -- left; a larger number: after so many ms, at most MAX_READER_SILENCE_MS (sweep.lua).
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, or '' for a requeued job. DELAYED is that of a job
--- that waits for its time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
+-- that waits for its time (P:delayed), for its tenant's tokens and rates (P:awaiting:<tenant>), or for its key
+-- (P:awaiting:<tenant>:<key>).
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
 -- loss.
@@ -49,6 +51,10 @@
 -- it repeats. webhooks: ids of the webhook endpoints that are told of its end, separated by spaces. model, words: the
 -- model's name and the first words of the prompt, at most MAX_SHORT_BYTES each, for lists of jobs. stopped_by: the bulk
 -- action that asked the job to stop while a node ran it.
+-- retry: `<most attempts> <mean pause in ms>` of a job that states them, '-' for the pool's. attempts: the number of its
+-- present attempt, if it is not the first. retried_as: the id, without its pool, of the job that took the place of this one,
+-- because its output was refused.
+-- key, key_terms, to_pay: see queue.lua.
 -- max_wait: ms for which the caller of foreground work waits for the end of a pause, if not the pool's; 0: without end.
 
 -- queue.lua replaces it for its scripts. `sure` is for commands that fail for no key's type: of strings that they replace,

@@ -18,6 +18,7 @@
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON. retry_of: the uuid of the job's id that it repeats.
 --   webhooks: ids of the endpoints that are told of its end, separated by spaces.
+--   more: what few jobs have, or absent: a map of the fields retry, key and key_terms (prelude.lua).
 --   keep_ms: how long the record of a stored response and the job's result are kept after the end.
 --   response: the stored record of a response, or ''.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
@@ -49,7 +50,7 @@
 -- reserves its tokens when it is due; while the tenant's rate does not allow it, it stays delayed and other jobs go on.
 local MAX_JOBS, PAYLOADS = 128, 5
 local MEMORY_RETRY_MS, MIN_RETRY_MS, JITTER = 5000, 1000, 0.2
-local MAX_RETRY_MS = 600000
+local MAX_RETRY_MS, MAX_KEYS = 600000, 10000
 
 local inbox, all_terms, rows, answers = ARGV[1], cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4]), {}
 if #rows > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
@@ -410,6 +411,11 @@ do
   end
 
   local function exceeds_tenant(job)
+    local key = job.more and job.more.key
+    if key and redis.call('SISMEMBER', P .. ':keys:' .. job.tenant, key) == 0 and
+        redis.call('SCARD', P .. ':keys:' .. job.tenant) >= MAX_KEYS then
+      return busy(job, "tenant's concurrency keys in use", MAX_KEYS, jittered(job, MIN_RETRY_MS))
+    end
     local is_light, cost, tenant_open, tenant_queued = job.is_light, job.cost, job.terms.max_open_jobs, job.terms.max_queued_cost
     local own_open = tenant_open > 0 and own_open_jobs(job)
     if tenant_open > 0 and own_open >= tenant_open then
@@ -448,6 +454,19 @@ do
     job.reserved_tokens = terms.tokens_per_minute > 0 and tokens_to_reserve(job) or 0
     if terms.jobs_per_minute == 0 and terms.tokens_per_minute == 0 then return nil end
     local rates, new, rate_until = read_rates(job), {}, now
+    local may_wait = job.in_background and not job.is_light
+    if may_wait and job.own.has_lane == nil then
+      job.own.has_lane = redis.call('EXISTS', P .. ':awaiting:' .. job.tenant) == 1
+    end
+    -- Background work waits for the rates, behind what waits already.
+    local function let_wait()
+      local per_job = terms.jobs_per_minute > 0 and 60000 / terms.jobs_per_minute or '-'
+      local has_tokens = terms.tokens_per_minute > 0 and job.not_before_in_ms == 0
+      job.to_pay = string.format('%s %s %d %d', per_job, has_tokens and 60000 / terms.tokens_per_minute or '-',
+        has_tokens and job.reserved_tokens or 0, terms.burst_s * 1000)
+      job.own.has_lane = true
+    end
+    if may_wait and job.own.has_lane then return let_wait() end
     for _, unit in ipairs({{'jobs', 1}, {'tokens', job.reserved_tokens}}) do
       local name, amount = unpack(unit)
       local due, limit_of_unit = finite(rates.due[name]), terms[name .. '_per_minute']
@@ -455,6 +474,7 @@ do
       if limit_of_unit > 0 and not (name == 'tokens' and job.not_before_in_ms > 0) then
         local ms_per_unit = 60000 / limit_of_unit
         local later, wait = next_due(now, terms.burst_s * 1000, amount, ms_per_unit, due, rates.stated[name])
+        if not later and may_wait then return let_wait() end
         if not later then return busy(job, "tenant's " .. name .. ' per minute', limit_of_unit, wait) end
         due = later
         new[name] = {later, ms_per_unit}
@@ -533,10 +553,14 @@ local function write_record(job, entry, is_delayed)
     add('keep', job.keep_ms, 'response_bytes', #job.response)
   end
   if tokens_per_minute > 0 then
-    add('ms_per_token', 60000 / tokens_per_minute, 'charged', is_delayed and 0 or job.reserved_tokens)
+    add('ms_per_token', 60000 / tokens_per_minute, 'charged', (is_delayed or job.to_pay) and 0 or job.reserved_tokens)
     if is_delayed then add('to_charge', job.reserved_tokens, 'burst_ms', terms.burst_s * 1000) end
   end
   if job.may_use then add('may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
+  if job.to_pay then add('to_pay', job.to_pay) end
+  for name, value in pairs(job.more or {}) do add(name, value) end
+  -- The end of a job looks for its key only if it has this field.
+  if job.key then add('extra', 0) end
   sure('HSET', job_key(job.id), unpack(fields))
 end
 
@@ -573,6 +597,7 @@ local function accept(at, job)
     job.may_use = job.most_tokens or job.cost
     job.minute_tokens = math.floor(tokens_per_minute * (1 + job.terms.burst_s / 60))
   end
+  if job.more then job.key, job.key_terms = job.more.key, job.more.key_terms end
   local waits = is_delayed or not token_limit.admits_job(job, now)
   write_record(job, waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id), is_delayed)
   if is_delayed then delay_job(job) end

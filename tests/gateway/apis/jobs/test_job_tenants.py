@@ -97,7 +97,9 @@ def test_list_has_own_jobs_only_unless_an_admin_asks(callers: Callers) -> None:
 
 def test_refusal_says_how_long_to_wait(callers: Callers) -> None:
     submitted(callers["limited"])
-    refused = callers["limited"].post("/v1/jobs", json={"model": MODEL, "prompt": "again"})
+    waits = {"model": MODEL, "prompt": "again"}
+    assert callers["limited"].post("/v1/jobs", json=waits).status_code == 202, "background work waits for the rate"
+    refused = callers["limited"].post("/v1/jobs", json={**waits, "background": False})
     assert refused.status_code == 429
     wait_ms = refused.json()["error"]["retry_after_ms"]
     assert 1000 <= wait_ms <= 60_000
