@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,15 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.engine.text.reasoning import NEVER
-from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan, TokenMasks
+from penstock.gpu_node.model.protocol import (
+    NO_ADAPTER,
+    NO_LOGPROBS,
+    NULL_BLOCK,
+    ROW_COLUMNS,
+    SamplingRows,
+    StepPlan,
+    TokenMasks,
+)
 
 
 class TokenGuide(Protocol):
@@ -44,15 +52,7 @@ _NOT_OF_PARAMS = ("position", "seed", "choice", "num_seen_prompt")
 """Columns of SamplingRows that are no sampling option: `position` changes in each step, the others do not."""
 
 
-def _columns_of(rows: type[SamplingRows]) -> dict[str, type[np.generic]]:
-    """Return the dtype of each field that has one number for each row."""
-    hints = get_type_hints(rows)
-    # Until NumPy 2.4, NDArray[x] is ndarray[shape, dtype[x]]. From 2.5 on, it is an alias of its own.
-    arrays = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) in (np.ndarray, NDArray)}
-    return {name: (*get_args(dtype), dtype)[0] for name, dtype in arrays.items()}
-
-
-_SETTINGS = {name: dtype for name, dtype in _columns_of(SamplingRows).items() if name != "position"}
+_SETTINGS = {name: dtype for name, dtype in ROW_COLUMNS.items() if name != "position"}
 _OPTIONS = tuple(name for name in _SETTINGS if name not in _NOT_OF_PARAMS)
 """Settings that are fields of SamplingParams."""
 

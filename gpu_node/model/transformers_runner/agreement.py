@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ROWS, StepPlan
 from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION, UnsupportedModuleError
 from penstock.gpu_node.model.transformers_runner.observed import Observed
 from penstock.gpu_node.model.transformers_runner.packed import PackedModule
@@ -63,16 +63,12 @@ def _plan(texts: list[NDArray[np.int64]], begins: list[int], ends: list[int]) ->
     spans = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
     ids = np.concatenate([text[span] for text, span in zip(texts, spans, strict=True)])
     counts = [len(span) for span in spans]
-    none = np.empty(0, np.int32)
-    floats = np.empty(0, np.float32)
     return StepPlan(
         token_ids=ids.astype(np.int32),
         positions=np.concatenate(spans).astype(np.int32),
         query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         context_lens=np.array(ends, np.int32),
         block_tables=np.arange(1, 1 + 3 * len(texts), dtype=np.int32).reshape(len(texts), 3),
-        sample_tokens=none,
-        sampling=SamplingRows(
-            *(floats, none, floats, floats, floats, floats, floats), none.astype(np.uint64), none, none, (), none, ()
-        ),
+        sample_tokens=np.empty(0, np.int32),
+        sampling=NO_ROWS,
     )
