@@ -259,7 +259,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     budgets = [body_budgets.large, body_budgets.small]
-    watch = RedisWatch(client)
+    watch = RedisWatch(client, metrics.missing_rights)
     core = [
         HealthRoutes(client, watch).router,
         MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds, watch).router,

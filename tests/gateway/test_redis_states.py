@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.pool import REDIS_STATES
+from penstock.gateway import redis_watch
 from penstock.queue.broker.connection import error_of_reply
 from tests.gateway.conftest import EchoEngine, Stack
 from tests.source_tree import ROOT
@@ -139,6 +140,27 @@ def test_a_problem_of_redis_has_one_name_everywhere(
     assert [line["before"] for line in ends] == [state]
     # Before, a scrape waited for up to five seconds.
     assert took_s < 1
+
+
+def test_a_right_that_only_requests_need_is_warned_of_when_it_goes_and_when_it_comes_back(
+    server: RedisProcess, gateway: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_watch, "QUIET_S", 0.5)
+    until(lambda: gateway.get("/ready").json().get("status") == "ready" and not problems(gateway))
+    with sync_redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "-xadd")
+        try:
+            refused = [gateway.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}) for _ in range(3)]
+        finally:
+            client.execute_command("ACL", "SETUSER", "default", "+@all")
+    assert {one.json()["error"]["code"] for one in refused} == {"bad_config"}
+    lines = [vars(record) for record in caplog.records if record.name == "penstock.gateway"]
+    (begin,) = [line for line in lines if line["msg"] == "redis refuses calls of requests"]
+    assert begin["state"] == "no_rights" and "xadd" in begin["reason"]
+    assert not any(line["exc_info"] for line in lines)
+    end = "redis has refused no call of a request for a while"
+    until(lambda: any(record.msg == end for record in caplog.records))
+    assert [record.__dict__["refused"] for record in caplog.records if record.msg == end] == [3]
 
 
 @pytest.mark.parametrize("state", REDIS_STATES)
