@@ -207,7 +207,7 @@ PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
 
-def _client_of(settings: GatewaySettings) -> AsyncClient:
+def _make_client(settings: GatewaySettings) -> AsyncClient:
     own = ClientSettings.load(name="gateway")
     if "max_kept_mib" not in own.model_fields_set:
         own = own.model_copy(update={"max_kept_mib": MAX_KEPT_REQUESTS_MIB})
@@ -232,7 +232,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
 
 def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None) -> Gateway:
     """Build the gateway from its parts. Its only queue client connects in the app's lifespan."""
-    client = client or _client_of(settings)
+    client = client or _make_client(settings)
     metrics, yielder, open_feeds = GatewayMetrics(), LoopYielder(), OpenFeeds()
     errors = ErrorShapes([api.errors for api in DIALECTS if api.errors is not None])
     parser = Parser(settings.unknown_fields, schemas_of(DIALECTS))
@@ -414,7 +414,7 @@ MAX_CONNECTIONS = 1 << 20
 """The most connections where the system limits the number of open files of a process no further."""
 
 
-def max_connections_of(settings: GatewaySettings) -> int:
+def choose_max_connections(settings: GatewaySettings) -> int:
     """Return the most connections that the gateway keeps open at once."""
     if settings.max_connections is not None:
         return settings.max_connections
@@ -445,7 +445,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + END_GRACE_S,
         timeout_keep_alive=settings.idle_connection_s,
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
-        limit_concurrency=max_connections_of(settings) + 1,
+        limit_concurrency=choose_max_connections(settings) + 1,
     )
     return _Server(config, drain_s=settings.drain_s, gateway=gateway)
 
@@ -474,7 +474,7 @@ async def _checked_at_start(settings: GatewaySettings) -> GatewaySettings:
     This runs before uvicorn starts, because uvicorn would print its own start-up errors and hide the cause.
     """
     await check_address(settings.host, settings.port)
-    async with _client_of(settings) as client:
+    async with _make_client(settings) as client:
         await client.warn_of_eviction()
         if allows_any_page(settings.cors_origins) and are_required(await client.api_keys()):
             # The keys may be removed before the first request, so the gateway must not wait for it to see them.

@@ -249,7 +249,7 @@ class InputBatch:
             both = list(zip(seqs, tokens, strict=True))
             seen = tuple(so_far if seq.is_penalized else NO_TOKENS for seq, so_far in both)
             banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
-        masks, idle = self._masks_of(seqs, forced) if settings.are_guided or forced else (None, [])
+        masks, idle = self._request_masks(seqs, forced) if settings.are_guided or forced else (None, [])
         if idle or (forced and settings.have_bans):
             banned = tuple(self._banned_with(banned, seqs, forced, idle))
         return SamplingRows(
@@ -285,8 +285,8 @@ class InputBatch:
                 forced[i] = token_id
         return forced
 
-    def _masks_of(self, seqs: list[Sequence], forced: Mapping[int, int]) -> tuple[TokenMasks | None, list[int]]:
-        """Return the masks of a step, and its sampling rows that still reason before a grammar."""
+    def _request_masks(self, seqs: list[Sequence], forced: Mapping[int, int]) -> tuple[TokenMasks | None, list[int]]:
+        """Ask for the masks of a step; return them, and the sampling rows that still reason before a grammar."""
         guides: list[TokenGuide | None] = [self.guides.get(seq) for seq in seqs]
         idle = list[int]()
         for i, (seq, guide) in enumerate(zip(seqs, guides, strict=True)):

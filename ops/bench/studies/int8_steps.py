@@ -138,7 +138,7 @@ def plan_of(num_seqs: int, num_tokens: int, num_before: int) -> StepPlan:
     )
 
 
-def times_of(runners: Mapping[str, NativeRunner], steps: Mapping[str, Shape]) -> dict[str, dict[str, float]]:
+def measure_times(runners: Mapping[str, NativeRunner], steps: Mapping[str, Shape]) -> dict[str, dict[str, float]]:
     """The median milliseconds of each kind of step, by runner."""
     times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in steps} for name in runners}
     end_s = time.monotonic() + SECONDS
@@ -159,13 +159,13 @@ def variant_times(model: Path) -> dict[str, dict[str, float]]:
         for name, (quantization, formats) in VARIANTS.items():
             with packed_as(formats):
                 runners[name] = stack.enter_context(opened(model, quantization, "int8"))
-        return times_of(runners, STEPS)
+        return measure_times(runners, STEPS)
 
 
 def cache_times(model: Path) -> dict[str, dict[str, float]]:
     """The times of int8 weights with each KV cache."""
     with ExitStack() as stack:
-        return times_of({kv: stack.enter_context(opened(model, "int8", kv)) for kv in CACHES}, LONG_STEPS)
+        return measure_times({kv: stack.enter_context(opened(model, "int8", kv)) for kv in CACHES}, LONG_STEPS)
 
 
 def table(first: str, runs: Mapping[str, Any], base: str) -> list[str]:
