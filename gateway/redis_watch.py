@@ -266,17 +266,17 @@ def _of_directory(webhooks: WebhookStats, num_rows_left: int) -> Iterator[Metric
 
 
 _OF_RUNS = {
-    "started": "Runs of schedules that started.",
-    "missed": "Runs of schedules whose time had passed when a gateway looked.",
-    "skipped": "Runs of schedules left out, because the run before had not ended.",
-    "failed": "Runs of schedules that could not start.",
+    "penstock_schedule_runs_started": "Runs of schedules that started.",
+    "penstock_schedule_runs_missed": "Runs of schedules whose time had passed when a gateway looked.",
+    "penstock_schedule_runs_skipped": "Runs of schedules left out, because the run before had not ended.",
+    "penstock_schedule_runs_failed": "Runs of schedules that could not start.",
 }
 
 
 def _of_schedules(totals: ScheduleTotals, now_s: float) -> Iterator[Metric]:
-    for end, count in totals.counts.items():
-        name = f"penstock_schedule_runs_{end}"
-        yield CounterMetricFamily(name, _OF_RUNS[end], value=count)
+    counts = {f"penstock_schedule_runs_{end}": count for end, count in totals.counts.items()}
+    for name, text in _OF_RUNS.items():
+        yield CounterMetricFamily(name, text, value=counts[name])
     late_s = 0.0 if totals.first_look_ms is None else max(0.0, now_s - totals.first_look_ms / 1000)
     text = "Seconds for which the schedule that is due first has waited for a gateway. Redis knows it."
     yield GaugeMetricFamily("penstock_schedules_late_seconds", text, value=late_s)
