@@ -142,25 +142,40 @@ def test_a_problem_of_redis_has_one_name_everywhere(
     assert took_s < 1
 
 
-def test_a_right_that_only_requests_need_is_warned_of_when_it_goes_and_when_it_comes_back(
-    server: RedisProcess, gateway: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_watch, "QUIET_S", 0.5)
-    until(lambda: gateway.get("/ready").json().get("status") == "ready" and not problems(gateway))
+@pytest.fixture
+def limited(server: RedisProcess) -> Iterator[httpx.Client]:
+    """A gateway with a Redis user of its own, `gate`, beside that of its node."""
     with sync_redis.Redis.from_url(server.url) as client:
-        client.execute_command("ACL", "SETUSER", "default", "-xadd")
-        try:
-            refused = [gateway.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}) for _ in range(3)]
-        finally:
-            client.execute_command("ACL", "SETUSER", "default", "+@all")
+        client.execute_command("ACL", "SETUSER", "gate", "on", ">gate", "~*", "&*", "+@all")
+    stack = Stack(server.url)
+    stack.start_node(EchoEngine(), model="acme/limited", pool="limited")
+    with httpx.Client(
+        base_url=stack.start_gateway(redis_url=server.url.replace("://", "://gate:gate@")), timeout=60
+    ) as client:
+        yield client
+    stack.close()
+
+
+def test_a_right_that_only_requests_need_is_warned_of_when_it_goes_and_when_it_comes_back(
+    server: RedisProcess, limited: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_watch, "QUIET_S", 3600.0)
+    until(lambda: limited.get("/ready").json().get("status") == "ready" and not problems(limited))
+    caplog.clear()
+    with sync_redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "gate", "-xadd")
+        body = {"model": "acme/limited", "prompt": "hi"}
+        refused = [limited.post("/v1/completions", json=body) for _ in range(3)]
+        client.execute_command("ACL", "SETUSER", "gate", "+@all")
     assert {one.json()["error"]["code"] for one in refused} == {"bad_config"}
+    monkeypatch.setattr(redis_watch, "QUIET_S", 0.1)
+    end = "redis has refused no call of a request for a while"
+    until(lambda: any(record.msg == end for record in caplog.records))
     lines = [vars(record) for record in caplog.records if record.name == "penstock.gateway"]
     (begin,) = [line for line in lines if line["msg"] == "redis refuses calls of requests"]
     assert begin["state"] == "no_rights" and "xadd" in begin["reason"]
+    assert [line["refused"] for line in lines if line["msg"] == end] == [3]
     assert not any(line["exc_info"] for line in lines)
-    end = "redis has refused no call of a request for a while"
-    until(lambda: any(record.msg == end for record in caplog.records))
-    assert [record.__dict__["refused"] for record in caplog.records if record.msg == end] == [3]
 
 
 @pytest.mark.parametrize("state", REDIS_STATES)
