@@ -205,7 +205,7 @@ MAX_RESULT_WAIT_S = 30.0
 """Seconds that an answer waits for that memory. After that, it is refused with a 503."""
 
 
-def _client_of(settings: GatewaySettings) -> AsyncClient:
+def _make_client(settings: GatewaySettings) -> AsyncClient:
     own = ClientSettings.load(name="gateway")
     if "max_kept_mib" not in own.model_fields_set:
         own = own.model_copy(update={"max_kept_mib": MAX_KEPT_REQUESTS_MIB})
@@ -230,7 +230,7 @@ def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> 
 
 def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None) -> Gateway:
     """Build the gateway from its parts. Its only queue client connects in the app's lifespan."""
-    client = client or _client_of(settings)
+    client = client or _make_client(settings)
     metrics, yielder, open_feeds = GatewayMetrics(), LoopYielder(), OpenFeeds()
     errors = ErrorShapes([api.errors for api in DIALECTS if api.errors is not None])
     parser = Parser(settings.unknown_fields, schemas_of(DIALECTS))
@@ -257,7 +257,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     budgets = [body_budgets.large, body_budgets.small]
-    watch = RedisWatch(client)
+    watch = RedisWatch(client, metrics.missing_rights)
     core = [
         HealthRoutes(client, watch).router,
         MetricsRoutes(client, metrics, loop_watch, budgets, result_budget, open_feeds, watch).router,
@@ -376,7 +376,7 @@ MAX_CONNECTIONS = 1 << 20
 """The most connections where the system limits the number of open files of a process no further."""
 
 
-def max_connections_of(settings: GatewaySettings) -> int:
+def choose_max_connections(settings: GatewaySettings) -> int:
     """Return the most connections that the gateway keeps open at once."""
     if settings.max_connections is not None:
         return settings.max_connections
@@ -409,7 +409,7 @@ def make_server(settings: GatewaySettings, keep: Keep | None = None) -> uvicorn.
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + END_GRACE_S,
         timeout_keep_alive=settings.idle_connection_s,
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
-        limit_concurrency=max_connections_of(settings) + 1,
+        limit_concurrency=choose_max_connections(settings) + 1,
     )
 
     def note_stop() -> None:
@@ -447,7 +447,7 @@ async def _checked_at_start(settings: GatewaySettings, *, has_listener: bool) ->
     """
     if not has_listener:
         await check_address(settings.host, settings.port)
-    async with _client_of(settings) as client:
+    async with _make_client(settings) as client:
         await client.warn_of_eviction()
         if allows_any_page(settings.cors_origins) and are_required(await client.api_keys()):
             # The keys may be removed before the first request, so the gateway must not wait for it to see them.

@@ -27,12 +27,12 @@ from prometheus_client.registry import Collector
 
 from penstock.contract.errors import JobFailedError, PenstockError
 from penstock.contract.output import Chunk
-from penstock.contract.pool import EVENTS, PoolStats, QueueState
+from penstock.contract.pool import EVENTS, NO_RIGHTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.kept.connection import Keep
 from penstock.gateway.open_feeds import OpenFeeds
-from penstock.gateway.redis_watch import MAX_TENANTS, RedisWatch
+from penstock.gateway.redis_watch import MAX_TENANTS, MissingRights, RedisWatch
 from penstock.gateway.request_line import FAILED, line_of_request
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
@@ -219,6 +219,7 @@ class GatewayMetrics:
         text = "Answers that end with this gateway, because they could not be kept, by reason."
         self.unkept = Counter("penstock_http_unkept_answers", text, ("reason",), registry=registry)
         self.recent_first_token, self.recent_token = RecentTimes(), RecentTimes()
+        self.missing_rights = MissingRights()
 
     def watch_keep(self, keep: Keep) -> None:
         """Show what a keeper holds of this gateway."""
@@ -238,11 +239,14 @@ class GatewayMetrics:
     def refused(self, error: PenstockError, *, is_logged: bool = False) -> None:
         """Count an error by its code, and note it in the line of the request.
 
-        An internal error, which no caller, job or outage explains, is logged as well, unless it `is_logged`.
+        An internal error, which no caller, job or outage explains, is logged as well, unless it `is_logged`. Of errors
+        because Redis's user lacks rights, the first one is.
         """
         self._refusals.labels(error.code).inc()
         line_of_request().note_error(error)
-        if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not (is_logged or isinstance(error, JobFailedError)):
+        if error.redis_state == NO_RIGHTS:
+            self.missing_rights.note(error)
+        elif error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not (is_logged or isinstance(error, JobFailedError)):
             logger.error("a request failed", exc_info=error)
 
     def failed(self, error: PenstockError) -> None:

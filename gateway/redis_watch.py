@@ -32,6 +32,8 @@ LOOK_TIMEOUT_S = 2.0
 """A Redis that has not answered within this time is away."""
 SLOW_S = 1.0
 """A Redis whose answer takes longer, twice in a row, is slow."""
+QUIET_S = 30.0
+"""After so long without a call that Redis refused, its user has the rights again."""
 FULL_RATIO = 0.9
 """From this share of its memory on, Redis is full: the queue refuses all jobs."""
 SCRAPE_PATIENCE_S = 0.15
@@ -147,11 +149,43 @@ class ServerWatch:
             logger.warning("redis serves again", extra={**facts, "before": before})
 
 
+class MissingRights:
+    """Warns once when Redis begins to refuse calls of requests, and once when it refuses none any more.
+
+    Its user may lack a right that no look needs. Then each request fails, and the state of Redis says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_known = False
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._num_refused = 0
+
+    def note(self, error: PenstockError) -> None:
+        """Note a request whose call Redis refused."""
+        self._last_s = time.monotonic()
+        self._num_refused += 1
+        if self._first_s is None and not self._is_known:
+            self._first_s, self._num_refused = self._last_s, 1
+            logger.warning("redis refuses calls of requests", extra={"state": NO_RIGHTS, "reason": error.reason})
+
+    def look(self, *, is_known: bool) -> None:
+        """Warn if no call was refused for a while. is_known: whether a Redis has the state that stands for it."""
+        self._is_known = is_known
+        if self._first_s is None or (not is_known and time.monotonic() - self._last_s < QUIET_S):
+            return
+        if not is_known:
+            facts = {"seconds": round(self._last_s - self._first_s, 1), "refused": self._num_refused}
+            logger.warning("redis has refused no call of a request for a while", extra=facts)
+        self._first_s = None
+
+
 class RedisWatch:
     """Looks at every Redis of a gateway."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, missing_rights: MissingRights) -> None:
         self._client = client
+        self._missing_rights = missing_rights
         self._watches: list[ServerWatch] = []
         self._history = RedisMetrics()
 
@@ -166,6 +200,9 @@ class RedisWatch:
         async with asyncio.TaskGroup() as group:
             for watch in self._watches:
                 group.create_task(watch.run(), name="penstock looks at a Redis")
+            while True:
+                self._missing_rights.look(is_known=any(watch.problem == NO_RIGHTS for watch in self._watches))
+                await asyncio.sleep(LOOK_S)
 
     @property
     def problem(self) -> str:

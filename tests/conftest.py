@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""
+MODELS = pytest.StashKey[Path]()
+"""The folder of converted models that xdist's workers share."""
+DEMO_MODEL = "SmolLM2-*"
+"""The demo model's conversions, which take seconds and stay in the user's cache folder. Those of other models go."""
 
 
 # A machine with other work may hold up any example.
@@ -69,6 +75,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     """Workers share a server of services. They are forks themselves, except where tests use a GPU: no fork can."""
     services = config.stash[SERVICES] = ForkServer("services")
     config.add_cleanup(services.close)
+    models = ExitStack()
+    config.stash[MODELS] = models.enter_context(own_models())
+    config.add_cleanup(models.close)
     if not config.getoption("--quick"):
         services.open()
     if not HAS_GPU:
@@ -79,8 +88,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Pass that server's address to a worker. An environment variable would reach the runs that tests start."""
+    """Pass a worker the server's address and the models. Environment variables would reach runs that tests start."""
     node.workerinput["services"] = node.config.stash[SERVICES].address
+    node.workerinput["models"] = str(node.config.stash[MODELS])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -123,15 +133,35 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@contextmanager
+def own_models() -> Iterator[Path]:
+    """Yield a folder for converted models, which has the demo model's conversions from the user's cache folder."""
+    kept = cache_folder() / "models"
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="models") as folder:
+        for conversion in kept.glob(DEMO_MODEL):
+            (Path(folder) / conversion.name).symlink_to(conversion)
+        yield Path(folder)
+        for made in Path(folder).glob(DEMO_MODEL):
+            # Another run may keep the same one at this moment.
+            with suppress(OSError):
+                if not made.is_symlink():
+                    shutil.copytree(made, copy := kept / f".{made.name}-{os.getpid()}")
+                    copy.rename(kept / made.name)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_weight_cache() -> Iterator[None]:
-    """Delete the packed weights of tests' models after the session. Kernels and the demo model stay cached."""
-    kept = cache_folder()
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        for name in ("native", "models"):
-            (kept / name).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / name).symlink_to(kept / name)
-        patched.setenv("PENSTOCK_CACHE", folder)
+def _own_cache(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Delete what tests cache of their models after the session. Kernels and the demo model stay cached."""
+    native = cache_folder() / "native"
+    native.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        models = getattr(request.config, "workerinput", {}).get("models") or stack.enter_context(own_models())
+        for name, target in (("native", native), ("models", models)):
+            (folder / name).symlink_to(target)
+        patched.setenv("PENSTOCK_CACHE", str(folder))
         yield
 
 

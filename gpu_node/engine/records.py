@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PenstockError
@@ -161,6 +161,15 @@ class Generation(FirstChoice):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+COUNTED = "counted"
+"""The key of the metadata of a field that is a counter for Prometheus; its value is the help text."""
+
+
+def counted(text: str) -> Any:
+    """Return a field of EngineStats that counts from 0, and that metrics show under its name with this help text."""
+    return field(default=0, metadata={COUNTED: text})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(EngineLoad):
     """A snapshot of the engine. Counters grow from its start; times cover the last few hundred steps.
@@ -170,12 +179,12 @@ class EngineStats(EngineLoad):
     """
 
     steps: int
-    search_blocks_needed: int = 0
-    """Blocks that beams and the choices of `best_of` would have held without sharing, a sum over steps."""
-    search_blocks_held: int = 0
-    """Blocks that they held. 1 - this ÷ `search_blocks_needed` is the share that sharing saved."""
-    copied_blocks: int = 0
-    """Blocks copied: for forks, swaps, and prefixes that moved between device and host."""
+    search_blocks_needed: int = counted(
+        "Blocks that beams and the choices of best_of would have held without sharing, summed over steps."
+    )
+    search_blocks_held: int = counted("Blocks that they held, summed over the same steps.")
+    """1 - this ÷ `search_blocks_needed` is the share that sharing saved."""
+    copied_blocks: int = counted("Blocks copied: for forks, swaps, and prefixes moved between device and host.")
     copy_ms: float = 0.0
     schedule_ms: float = 0.0
     """Time to schedule a step."""
@@ -185,22 +194,17 @@ class EngineStats(EngineLoad):
     sample_ms: float = 0.0
     output_ms: float = 0.0
     """Time to turn tokens into text and outputs, while the next step runs."""
-    grammar_trials: int = 0
-    """Number of new grammars that were compiled and tried in a separate process."""
-    grammar_refusals: int = 0
-    """Tried grammars that were refused."""
-    grammar_costly_refusals: int = 0
-    """Refusals because of a limit of time, memory or work."""
-    grammar_kills: int = 0
-    """Grammar processes that a limit killed, without those of trials."""
-    grammar_restarts: int = 0
-    """Grammar processes that were started to replace one that ended."""
-    late_masks: int = 0
-    """Times that a sequence skipped a step because its token mask was not ready."""
-    failed_guides: int = 0
-    """Choices that ended because of their grammar."""
-    grammar_host_failures: int = 0
-    """1 once the grammar processes cannot be served. Requests with structured output fail from then on."""
+    grammar_trials: int = counted("New grammars that were tried out.")
+    grammar_refusals: int = counted("New grammars that were refused.")
+    grammar_costly_refusals: int = counted("New grammars that a limit of time, memory or work refused.")
+    grammar_kills: int = counted("Grammar processes that a limit killed.")
+    """Without those of trials."""
+    grammar_restarts: int = counted("Grammar processes started to replace one that ended.")
+    late_masks: int = counted("Times that a sequence sat out a step because its mask was not ready.")
+    failed_guides: int = counted("Choices that ended because of their grammar.")
+    grammar_host_failures: int = counted(
+        "1 once the grammar processes cannot be served; requests with structured output fail from then on."
+    )
     block_bytes: int = 0
     """Memory of a KV block over all layers."""
     state_slot_bytes: int = 0
@@ -215,8 +219,7 @@ class EngineStats(EngineLoad):
     """Seconds of all steps by the levels of the jobs, their class and kind, most urgent first."""
     step_costs_ms: tuple[float, float, float] | None = None
     """What the model of step times says: fixed part, decoded token, prompt token; None before the first step."""
-    background_held_back: int = 0
-    """Times that a running background sequence had to skip a step."""
+    background_held_back: int = counted("Times that a running background sequence skipped a step.")
     background_due: bool = False
     """Whether background work is below its share of engine time."""
     eager_steps: Mapping[str, int] = field(default_factory=dict)

@@ -6,7 +6,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +115,20 @@ class SamplingRows:
     num_logprobs: NDArray[np.int32] | None = None
     """How many of the most likely tokens to report beside a row's own token; NO_LOGPROBS where the row wants no
     logprobs. None where no row wants any."""
+
+
+def _columns_of(rows: type[SamplingRows]) -> dict[str, type[np.generic]]:
+    hints = get_type_hints(rows)
+    # Until NumPy 2.4, NDArray[x] is ndarray[shape, dtype[x]]. From 2.5 on, it is an alias of its own.
+    arrays = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) in (np.ndarray, NDArray)}
+    return {name: (*get_args(dtype), dtype)[0] for name, dtype in arrays.items()}
+
+
+ROW_COLUMNS: Mapping[str, type[np.generic]] = _columns_of(SamplingRows)
+"""The fields of SamplingRows that have one number for each row, with its dtype."""
+_NO_COLUMNS: Mapping[str, Any] = {name: np.empty(0, dtype) for name, dtype in ROW_COLUMNS.items()}
+NO_ROWS = SamplingRows(**_NO_COLUMNS, seen=(), banned=())
+"""Those of a step that samples nothing."""
 
 
 @dataclass(frozen=True, slots=True)

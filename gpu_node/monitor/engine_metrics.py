@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from penstock.contract.priority import class_of_level, is_background
-from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.engine.records import COUNTED, EngineStats
 from penstock.gpu_node.jobs.held_jobs import HeldJobs
 from penstock.gpu_node.jobs.times import JobMetrics
 from penstock.gpu_node.settings import NodeSettings
@@ -33,33 +34,12 @@ _COUNTERS = {
     ),
     "swapped_out_blocks": ("swapped_out_blocks", "Blocks copied from the device to the host."),
     "swapped_in_blocks": ("swapped_in_blocks", "Blocks copied from the host to the device."),
-    "search_blocks_needed": (
-        "search_blocks_needed",
-        "Blocks that beams and the choices of best_of would have held without sharing, summed over steps.",
-    ),
-    "search_blocks_held": ("search_blocks_held", "Blocks that they held, summed over the same steps."),
-    "copied_blocks": ("copied_blocks", "Blocks copied: for forks, swaps, and prefixes moved between device and host."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens computed."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
     "preemptions": ("num_preemptions", "Preempted sequences."),
-    "background_held_back": ("background_held_back", "Times that a running background sequence skipped a step."),
     "swaps": ("num_swaps", "Preempted sequences whose blocks went to host memory."),
-    "grammar_trials": ("grammar_trials", "New grammars that were tried out."),
-    "grammar_refusals": ("grammar_refusals", "New grammars that were refused."),
-    "grammar_costly_refusals": (
-        "grammar_costly_refusals",
-        "New grammars that a limit of time, memory or work refused.",
-    ),
-    "grammar_kills": ("grammar_kills", "Grammar processes that a limit killed."),
-    "grammar_restarts": ("grammar_restarts", "Grammar processes started to replace one that ended."),
-    "late_masks": ("late_masks", "Times that a sequence sat out a step because its mask was not ready."),
-    "failed_guides": ("failed_guides", "Choices that ended because of their grammar."),
-    "grammar_host_failures": (
-        "grammar_host_failures",
-        "1 once the grammar processes cannot be served; requests with structured output fail from then on.",
-    ),
-}
-"""Counters: the name of the metric, the field of EngineStats, and the help text."""
+} | {one.name: (one.name, one.metadata[COUNTED]) for one in fields(EngineStats) if COUNTED in one.metadata}
+"""Counters: the name of the metric, the field of EngineStats, and the help text. EngineStats declares the last ones."""
 _GAUGES = {
     "kv_blocks_total": ("kv_blocks_total", "KV blocks."),
     "kv_blocks_free": ("kv_blocks_free", "KV blocks that no sequence holds, cached prefixes included."),

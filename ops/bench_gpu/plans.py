@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench_gpu.models import BLOCK_SIZE, Model
-from penstock.gpu_node.model.protocol import NO_ADAPTER, SamplingRows, StepPlan
+from penstock.contract.job import NO_SAMPLING
+from penstock.gpu_node.model.protocol import NO_ADAPTER, ROW_COLUMNS, SamplingRows, StepPlan
 
 Ints = NDArray[np.int32]
 _NOTHING = np.zeros(0, np.int32)
@@ -17,18 +18,16 @@ _NOTHING = np.zeros(0, np.int32)
 def sampling_rows(positions: Ints, **rules: Any) -> SamplingRows:
     """Return rows that draw from the whole softmax. rules: fields of SamplingRows with one number for all rows."""
     count = len(positions)
-    plain = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-    floats: dict[str, Any] = {name: np.full(count, rules.pop(name, value), np.float32) for name, value in plain.items()}
-    none, zeros = np.zeros(count, np.int32), np.zeros(0, np.float32)
+    given = {name: getattr(NO_SAMPLING, name, 0) for name in ROW_COLUMNS} | {"seed": np.arange(count)}
+    given |= {"position": positions}
+    columns: dict[str, Any] = {
+        name: np.broadcast_to(np.asarray(rules.pop(name, given[name]), dtype), (count,)).copy()
+        for name, dtype in ROW_COLUMNS.items()
+    }
+    zeros = np.zeros(0, np.float32)
     return SamplingRows(
-        **floats,
-        top_k=np.full(count, rules.pop("top_k", 0), np.int32),
-        seed=np.arange(count, dtype=np.uint64),
-        choice=none,
-        position=positions.astype(np.int32),
+        **columns,
         seen=(_NOTHING,) * count,
-        num_seen_prompt=none,
         banned=(_NOTHING,) * count,
         biased=(_NOTHING,) * count,
         biases=(zeros,) * count,

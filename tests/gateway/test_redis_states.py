@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.pool import REDIS_STATES
+from penstock.gateway import redis_watch
 from penstock.queue.broker.connection import error_of_reply
 from tests.gateway.conftest import EchoEngine, Stack
 from tests.source_tree import ROOT
@@ -139,6 +140,42 @@ def test_a_problem_of_redis_has_one_name_everywhere(
     assert [line["before"] for line in ends] == [state]
     # Before, a scrape waited for up to five seconds.
     assert took_s < 1
+
+
+@pytest.fixture
+def limited(server: RedisProcess) -> Iterator[httpx.Client]:
+    """A gateway with a Redis user of its own, `gate`, beside that of its node."""
+    with sync_redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "gate", "on", ">gate", "~*", "&*", "+@all")
+    stack = Stack(server.url)
+    stack.start_node(EchoEngine(), model="acme/limited", pool="limited")
+    with httpx.Client(
+        base_url=stack.start_gateway(redis_url=server.url.replace("://", "://gate:gate@")), timeout=60
+    ) as client:
+        yield client
+    stack.close()
+
+
+def test_a_right_that_only_requests_need_is_warned_of_when_it_goes_and_when_it_comes_back(
+    server: RedisProcess, limited: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_watch, "QUIET_S", 3600.0)
+    until(lambda: limited.get("/ready").json().get("status") == "ready" and not problems(limited))
+    caplog.clear()
+    with sync_redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "gate", "-xadd")
+        body = {"model": "acme/limited", "prompt": "hi"}
+        refused = [limited.post("/v1/completions", json=body) for _ in range(3)]
+        client.execute_command("ACL", "SETUSER", "gate", "+@all")
+    assert {one.json()["error"]["code"] for one in refused} == {"bad_config"}
+    monkeypatch.setattr(redis_watch, "QUIET_S", 0.1)
+    end = "redis has refused no call of a request for a while"
+    until(lambda: any(record.msg == end for record in caplog.records))
+    lines = [vars(record) for record in caplog.records if record.name == "penstock.gateway"]
+    (begin,) = [line for line in lines if line["msg"] == "redis refuses calls of requests"]
+    assert begin["state"] == "no_rights" and "xadd" in begin["reason"]
+    assert [line["refused"] for line in lines if line["msg"] == end] == [3]
+    assert not any(line["exc_info"] for line in lines)
 
 
 @pytest.mark.parametrize("state", REDIS_STATES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,15 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.engine.text.reasoning import NEVER
-from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan, TokenMasks
+from penstock.gpu_node.model.protocol import (
+    NO_ADAPTER,
+    NO_LOGPROBS,
+    NULL_BLOCK,
+    ROW_COLUMNS,
+    SamplingRows,
+    StepPlan,
+    TokenMasks,
+)
 
 
 class TokenGuide(Protocol):
@@ -44,15 +52,7 @@ _NOT_OF_PARAMS = ("position", "seed", "choice", "num_seen_prompt")
 """Columns of SamplingRows that are no sampling option: `position` changes in each step, the others do not."""
 
 
-def _columns_of(rows: type[SamplingRows]) -> dict[str, type[np.generic]]:
-    """Return the dtype of each field that has one number for each row."""
-    hints = get_type_hints(rows)
-    # Until NumPy 2.4, NDArray[x] is ndarray[shape, dtype[x]]. From 2.5 on, it is an alias of its own.
-    arrays = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) in (np.ndarray, NDArray)}
-    return {name: (*get_args(dtype), dtype)[0] for name, dtype in arrays.items()}
-
-
-_SETTINGS = {name: dtype for name, dtype in _columns_of(SamplingRows).items() if name != "position"}
+_SETTINGS = {name: dtype for name, dtype in ROW_COLUMNS.items() if name != "position"}
 _OPTIONS = tuple(name for name in _SETTINGS if name not in _NOT_OF_PARAMS)
 """Settings that are fields of SamplingParams."""
 
@@ -249,7 +249,7 @@ class InputBatch:
             both = list(zip(seqs, tokens, strict=True))
             seen = tuple(so_far if seq.is_penalized else NO_TOKENS for seq, so_far in both)
             banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
-        masks, idle = self._masks_of(seqs, forced) if settings.are_guided or forced else (None, [])
+        masks, idle = self._request_masks(seqs, forced) if settings.are_guided or forced else (None, [])
         if idle or (forced and settings.have_bans):
             banned = tuple(self._banned_with(banned, seqs, forced, idle))
         return SamplingRows(
@@ -285,8 +285,8 @@ class InputBatch:
                 forced[i] = token_id
         return forced
 
-    def _masks_of(self, seqs: list[Sequence], forced: Mapping[int, int]) -> tuple[TokenMasks | None, list[int]]:
-        """Return the masks of a step, and its sampling rows that still reason before a grammar."""
+    def _request_masks(self, seqs: list[Sequence], forced: Mapping[int, int]) -> tuple[TokenMasks | None, list[int]]:
+        """Ask for the masks of a step; return them, and the sampling rows that still reason before a grammar."""
         guides: list[TokenGuide | None] = [self.guides.get(seq) for seq in seqs]
         idle = list[int]()
         for i, (seq, guide) in enumerate(zip(seqs, guides, strict=True)):

@@ -175,6 +175,14 @@ def layers_of(
     return tuple(made[kind] for kind in kinds)
 
 
+def num_shared_experts(config: Config, shared_name: str, size_name: str) -> int:
+    """Return how many experts the shared MLP is: its width ÷ that of an expert. Raises ConfigError for no multiple."""
+    size, shared = config[size_name], config[shared_name]
+    if not size or not shared or shared % size:
+        raise ConfigError(f"{shared_name} is {shared} but must be a multiple of {size_name}, which is {size}")
+    return int(shared // size)
+
+
 def num_experts_of(config: Config) -> int:
     """Return the number of experts, which has two names. Raises ConfigError if it is absent or 0."""
     count: int | None = config.get("num_local_experts") or config.get("num_experts")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.adapters import AdapterRef
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan, TokenMasks
+from penstock.gpu_node.model.protocol import ROW_COLUMNS, SamplingRows, StepPlan, TokenMasks
 from penstock.gpu_node.model.ranks.memory import SharedMemory
 
 Ints = NDArray[np.int32]
@@ -111,13 +111,6 @@ def read_step(memory: SharedMemory) -> RankStep:
 
 # --- what rows sample by, for ranks that all sample
 
-_COLUMNS: dict[str, type[np.generic]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
-    **dict.fromkeys(("top_k", "choice", "position", "num_seen_prompt"), np.int32),
-    "seed": np.uint64,
-}
-"""The arrays of `SamplingRows` with one number for each row."""
 _RAGGED: dict[str, type[np.generic]] = {"seen": np.int32, "banned": np.int32, "biased": np.int32, "biases": np.float32}
 """The arrays with any number for each row; the last two may be left out for all rows."""
 
@@ -125,7 +118,7 @@ _RAGGED: dict[str, type[np.generic]] = {"seen": np.int32, "banned": np.int32, "b
 def _arrays_of(rows: SamplingRows) -> Iterator[Array]:
     masks = rows.masks
     yield np.array([0 if masks is None else masks.words.shape[1]], np.int32)
-    for name, kind in _COLUMNS.items():
+    for name, kind in ROW_COLUMNS.items():
         yield np.asarray(getattr(rows, name), kind)
     for name, kind in _RAGGED.items():
         lists = getattr(rows, name)
@@ -138,7 +131,7 @@ def _arrays_of(rows: SamplingRows) -> Iterator[Array]:
 
 def _read_sampling(reader: _Reader, num_rows: int) -> SamplingRows:
     (mask_words,) = reader.next(np.int32, 1).tolist()
-    columns: dict[str, Any] = {name: reader.next(kind, num_rows).copy() for name, kind in _COLUMNS.items()}
+    columns: dict[str, Any] = {name: reader.next(kind, num_rows).copy() for name, kind in ROW_COLUMNS.items()}
     ragged: dict[str, Any] = {}
     for name, kind in _RAGGED.items():
         count, *lengths = reader.next(np.int32, 1 + num_rows).tolist()

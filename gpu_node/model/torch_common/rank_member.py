@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from penstock.gpu_node.model.protocol import (
+    NO_ROWS,
     AdapterSource,
     PooledTokens,
     SamplingRows,
@@ -23,23 +24,6 @@ from penstock.gpu_node.model.torch_common.ranked_runner import PartRunner
 from penstock.gpu_node.model.torch_common.ranks import BrokenExchangeError
 
 log = logging.getLogger(__package__)
-
-_FLOATS, _INTS = np.empty(0, np.float32), np.empty(0, np.int32)
-_NO_ROWS = SamplingRows(
-    temperature=_FLOATS,
-    top_k=_INTS,
-    top_p=_FLOATS,
-    min_p=_FLOATS,
-    repetition_penalty=_FLOATS,
-    presence_penalty=_FLOATS,
-    frequency_penalty=_FLOATS,
-    seed=np.empty(0, np.uint64),
-    choice=_INTS,
-    position=_INTS,
-    seen=(),
-    num_seen_prompt=_INTS,
-    banned=(),
-)
 
 
 def follow(memory: GroupMemory, exchange: PlainExchange, runner: PartRunner, adapters: AdapterSource) -> None:
@@ -60,7 +44,7 @@ def follow(memory: GroupMemory, exchange: PlainExchange, runner: PartRunner, ada
 def _run(step: RankStep, runner: PartRunner) -> TokenMasks | None:
     """Compute this rank's part of a step. Return the masks that are still to be read, if there are any."""
     if not runner.all_sample:
-        plan = _plan_of(step, _NO_ROWS)
+        plan = _plan_of(step, NO_ROWS)
         try:
             # If it fails at this rank, all have voted, and rank 0 knows.
             (runner.start_logits(plan) if step.returns_logits else runner.submit(plan)).result()
@@ -69,7 +53,7 @@ def _run(step: RankStep, runner: PartRunner) -> TokenMasks | None:
         except Exception as error:
             log.warning("a step failed", extra={"reason": repr(error)})
         return None
-    plan = _plan_of(own := copied(step), own.sampling or _NO_ROWS)
+    plan = _plan_of(own := copied(step), own.sampling or NO_ROWS)
     if step.returns_logits:
         runner.start_logits(plan).result()
         return None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +27,10 @@ from penstock.gpu_node.model.protocol import (
 )
 from penstock.gpu_node.model.torch_common.exchanges import RankOutputs
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
-from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
+from penstock.gpu_node.model.torch_common.one_thread import OneThreadRunner
 from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample_rows, to_numpy
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention, copy_blocks
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
-from penstock.kernels.cpu.probe import usable_cores
 
 
 class _Computed(NamedTuple):
@@ -43,15 +41,14 @@ class _Computed(NamedTuple):
     copied_s: float
 
 
-class TorchRunner:
-    """Runs each step on a single worker thread; torch's operations release the GIL.
+class TorchRunner(OneThreadRunner):
+    """Computes the steps of a model's part with our own layers.
 
     It may be one of several ranks that compute a model together. All of them get the same plans. Only rank 0 samples;
     the others ignore the plan's sampling rows and return no tokens. Stages of a pipeline compute a step in
     micro-batches.
     """
 
-    max_in_flight = 1
     all_sample = False
     """Whether ranks other than rank 0 sample too."""
 
@@ -66,6 +63,7 @@ class TorchRunner:
         dtype: torch.dtype,
     ) -> None:
         """part: of the model, as the decoder and the attention have it."""
+        super().__init__()
         spec = part.spec
         self._block_size = block_size
         self._dtype = dtype
@@ -77,9 +75,6 @@ class TorchRunner:
             None if (own := layer.attention) is None else KvCache(own, sizes.num_blocks, block_size, dtype)
             for layer in spec.layers
         ]
-        # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
-        self._thread = ThreadPoolExecutor(1, "penstock-torch")
-        self._profiler = TorchProfiler()
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -94,7 +89,7 @@ class TorchRunner:
     @property
     def placement(self) -> Placement:
         """On the CPU. Layers are read from the checkpoint at the first step."""
-        return Placement(leaves_core_free=torch.get_num_threads() < usable_cores())
+        return Placement(leaves_core_free=self.leaves_core_free)
 
     @property
     def held(self) -> RankBytes:
@@ -107,12 +102,9 @@ class TorchRunner:
         """Whether a step may sample after any of its tokens; not with states, which take no token back."""
         return not self._part.spec.recurrences
 
-    def bind_thread(self) -> None:
-        """Do nothing: steps run on a separate thread."""
-
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step."""
-        return self._thread.submit(self._step, plan)
+        return self.thread.submit(self._step, plan)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
@@ -120,7 +112,7 @@ class TorchRunner:
 
     def start_logits(self, plan: StepPlan) -> Future[NDArray[np.float32]]:
         """Start a step as `logits` does."""
-        return self._thread.submit(self._logits, plan)
+        return self.thread.submit(self._logits, plan)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
@@ -131,19 +123,7 @@ class TorchRunner:
 
         If `find` or loading fails at one rank, it fails at all of them.
         """
-        return self._thread.submit(self._set_adapter, adapter_slot, find)
-
-    def start_profile(self) -> None:
-        """Start recording the operations of steps."""
-        self._thread.submit(self._profiler.start).result()
-
-    def stop_profile(self) -> None:
-        """Stop recording."""
-        self._thread.submit(self._profiler.stop).result()
-
-    def write_profile(self, path: Path) -> None:
-        """Write what was recorded as a compressed Chrome trace."""
-        self._profiler.write(path)
+        return self.thread.submit(self._set_adapter, adapter_slot, find)
 
     def _set_adapter(self, adapter_slot: int, find: Callable[[], Adapter]) -> None:
         decoder = self._decoder

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.protocol import NO_STATE, SamplingRows, StepPlan, StepStates
+from penstock.gpu_node.model.protocol import NO_ROWS, NO_STATE, StepPlan, StepStates
 from penstock.gpu_node.model.transformers_runner.attention import IMPLEMENTATION, UnsupportedModuleError
 from penstock.gpu_node.model.transformers_runner.observed import Observed
 from penstock.gpu_node.model.transformers_runner.packed import PackedModule
@@ -82,7 +82,6 @@ def _plan(texts: list[NDArray[np.int64]], begins: list[int], ends: list[int]) ->
     ids = np.concatenate([text[span] for text, span in zip(texts, spans, strict=True)])
     counts = [len(span) for span in spans]
     none, slots = np.empty(0, np.int32), np.arange(len(texts), dtype=np.int32)
-    floats = np.empty(0, np.float32)
     return StepPlan(
         token_ids=ids.astype(np.int32),
         positions=np.concatenate(spans).astype(np.int32),
@@ -91,7 +90,5 @@ def _plan(texts: list[NDArray[np.int64]], begins: list[int], ends: list[int]) ->
         states=StepStates(slots if begins[0] else np.full_like(slots, NO_STATE), slots, none.reshape(0, 2)),
         block_tables=np.arange(1, 1 + 3 * len(texts), dtype=np.int32).reshape(len(texts), 3),
         sample_tokens=none,
-        sampling=SamplingRows(
-            *(floats, none, floats, floats, floats, floats, floats), none.astype(np.uint64), none, none, (), none, ()
-        ),
+        sampling=NO_ROWS,
     )

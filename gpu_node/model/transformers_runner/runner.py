@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -14,25 +13,20 @@ from torch import nn
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, StateSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
-from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
+from penstock.gpu_node.model.torch_common.one_thread import OneThreadRunner
 from penstock.gpu_node.model.torch_common.sampler import logprobs_of, sample_rows, to_numpy
 from penstock.gpu_node.model.torch_cpu.attention import copy_blocks
 from penstock.gpu_node.model.transformers_runner.packed import PackedModule
-from penstock.kernels.cpu.probe import usable_cores
 
 
-class TransformersRunner:
-    """Runs each step on a single worker thread, as the torch runner does: one pass of the module for all sequences."""
-
-    max_in_flight = 1
+class TransformersRunner(OneThreadRunner):
+    """Computes each step in one pass of the module for all sequences."""
 
     def __init__(self, module: nn.Module, packed: PackedModule, sizes: CacheSizes) -> None:
+        super().__init__()
         self._sizes = sizes
         self._weight_bytes = sum(one.nbytes for one in module.parameters())
         self._packed = packed
-        # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
-        self._thread = ThreadPoolExecutor(1, "penstock-torch")
-        self._profiler = TorchProfiler()
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -47,39 +41,24 @@ class TransformersRunner:
     @property
     def placement(self) -> Placement:
         """On the CPU."""
-        return Placement(self._weight_bytes, leaves_core_free=torch.get_num_threads() < usable_cores())
+        return Placement(self._weight_bytes, leaves_core_free=self.leaves_core_free)
 
     @property
     def verifies_drafts(self) -> bool:
         """False: speculative decoding is left to the runners of families."""
         return False
 
-    def bind_thread(self) -> None:
-        """Do nothing: steps run on a separate thread."""
-
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step."""
-        return self._thread.submit(self._step, plan)
+        return self.thread.submit(self._step, plan)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
-        return self._thread.submit(self._logits, plan).result()
+        return self.thread.submit(self._logits, plan).result()
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Refuse: loading refuses settings with adapters."""
         raise InvariantError("runner transformers has no adapter slots")
-
-    def start_profile(self) -> None:
-        """Start recording the operations of steps."""
-        self._thread.submit(self._profiler.start).result()
-
-    def stop_profile(self) -> None:
-        """Stop recording."""
-        self._thread.submit(self._profiler.stop).result()
-
-    def write_profile(self, path: Path) -> None:
-        """Write what was recorded as a compressed Chrome trace."""
-        self._profiler.write(path)
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> NDArray[np.float32]:

@@ -26,13 +26,13 @@ from bench import machine
 from bench.studies import accuracy
 from bench.studies.accuracy import NUM_WINDOWS, WINDOW
 from bench.studies.divergence import BaseFile
-from bench.studies.perplexity import BLOCK, nothing_sampled
+from bench.studies.perplexity import BLOCK
 from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.model.protocol import NO_ROWS, StepPlan
 from penstock.kernels.cpu.library import Slot
 from penstock.kernels.cpu.structs import Format
 from penstock.kernels.cpu.structs import Run as FormatRun
@@ -134,11 +134,11 @@ def plan_of(num_seqs: int, num_tokens: int, num_before: int) -> StepPlan:
         context_lens=np.full(num_seqs, context, np.int32),
         block_tables=np.arange(1, 1 + num_seqs * num_blocks, dtype=np.int32).reshape(num_seqs, num_blocks),
         sample_tokens=np.empty(0, np.int32),
-        sampling=nothing_sampled(),
+        sampling=NO_ROWS,
     )
 
 
-def times_of(runners: Mapping[str, NativeRunner], steps: Mapping[str, Shape]) -> dict[str, dict[str, float]]:
+def measure_times(runners: Mapping[str, NativeRunner], steps: Mapping[str, Shape]) -> dict[str, dict[str, float]]:
     """The median milliseconds of each kind of step, by runner."""
     times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in steps} for name in runners}
     end_s = time.monotonic() + SECONDS
@@ -159,13 +159,13 @@ def variant_times(model: Path) -> dict[str, dict[str, float]]:
         for name, (quantization, formats) in VARIANTS.items():
             with packed_as(formats):
                 runners[name] = stack.enter_context(opened(model, quantization, "int8"))
-        return times_of(runners, STEPS)
+        return measure_times(runners, STEPS)
 
 
 def cache_times(model: Path) -> dict[str, dict[str, float]]:
     """The times of int8 weights with each KV cache."""
     with ExitStack() as stack:
-        return times_of({kv: stack.enter_context(opened(model, "int8", kv)) for kv in CACHES}, LONG_STEPS)
+        return measure_times({kv: stack.enter_context(opened(model, "int8", kv)) for kv in CACHES}, LONG_STEPS)
 
 
 def table(first: str, runs: Mapping[str, Any], base: str) -> list[str]:

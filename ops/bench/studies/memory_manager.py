@@ -18,7 +18,7 @@ from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ROWS, StepPlan
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.memory_manager"
@@ -192,16 +192,14 @@ def _plan(
     """A step that samples nothing: sequences that compute so many tokens, the last of `context`."""
     ends = [context or count for count in counts]
     positions = [at for count, end in zip(counts, ends, strict=True) for at in range(end - count, end)]
-    real, whole = np.empty(0, np.float32), np.empty(0, np.int32)
-    sampling = SamplingRows(real, whole, *[real] * 5, np.empty(0, np.uint64), whole, whole, (), whole, ())
     return StepPlan(
         token_ids=np.full(len(positions), 1000, np.int32) if token_ids is None else token_ids,
         positions=np.array(positions, np.int32),
         query_starts=np.cumsum([0, *counts]).astype(np.int32),
         context_lens=np.array(ends, np.int32),
         block_tables=np.array(tables, np.int32),
-        sample_tokens=whole,
-        sampling=sampling,
+        sample_tokens=np.empty(0, np.int32),
+        sampling=NO_ROWS,
         **({} if copies is None else {"copies": copies}),
     )
 

@@ -42,7 +42,7 @@ from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import LoadedModel, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ROWS, LoadedModel, StepPlan
 
 RESULTS = Path(__file__).parents[1] / "results"
 FOLDER = peers.BUILD / "bench" / "perplexity"
@@ -94,14 +94,8 @@ def chunks_of(ids: NDArray[np.int32]) -> Iterator[StepPlan]:
             context_lens=np.array([end], np.int32),
             block_tables=blocks,
             sample_tokens=np.empty(0, np.int32),
-            sampling=nothing_sampled(),
+            sampling=NO_ROWS,
         )
-
-
-def nothing_sampled() -> SamplingRows:
-    real, whole = np.empty(0, np.float32), np.empty(0, np.int32)
-    seed = np.empty(0, np.uint64)
-    return SamplingRows(real, whole, real, real, real, real, real, seed, whole, whole, (), whole, ())
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_a_response_means_the_same_in_a_file_and_over_http(options: dict[str, An
 def test_a_row_says_of_the_queue_what_its_body_over_http_says(url: str) -> None:
     """A new option of the queue is open to rows at once, unless it is declared otherwise."""
     said: dict[str, Any] = {"deadline_s": 9.5, "ttl_s": 8, "not_before_s": 1, "tags": ["a"], "metadata": {"b": "c"}}
-    channel = {} if url == EMBEDDINGS_URL else {"channel": "json"}
+    channel = {} if ENDPOINTS[url].texts_field else {"channel": "json"}
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     prompt = {CHAT_URL: chat, MESSAGES_ENDPOINT: chat, COMPLETIONS_URL: {"prompt": "x"}}
     body = {**prompt.get(url, {"input": "x"}), **said, **channel}

@@ -15,6 +15,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     layers_of,
     llama_layer,
     llama_model,
+    num_shared_experts,
     rope_of,
 )
 from penstock.gpu_node.model.architecture.recurrent import StateSpace
@@ -100,15 +101,13 @@ def _mlp(config: Config) -> Mlp:
     fused, out = _SHARED + "input_linear", _SHARED + "output_linear"
     if not config["num_local_experts"]:
         return Mlp(intermediate_size=shared, activation=activation, fused_gate=True, mlp_in=(fused,), mlp_out=out)
-    if not size or shared % size:
-        said = f"shared_intermediate_size is {shared}"
-        raise ConfigError(f"{said} but must be a multiple of intermediate_size, which is {size}")
+    num_shared = num_shared_experts(config, "shared_intermediate_size", "intermediate_size")
     experts = Experts(
         config["num_local_experts"],
         config["num_experts_per_tok"],
         normalized=True,
         router=_MIXTURE + "router.layer",
-        shared=SharedExperts(shared // size, (fused,), out),
+        shared=SharedExperts(num_shared, (fused,), out),
     )
     parts = (_EXPERT + "gate_proj", _EXPERT + "up_proj")
     return Mlp(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.hf_config import (
     HEAD_NORMS,
     LAYER,
@@ -22,6 +21,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     llama_model,
     max_position_of,
     num_experts_of,
+    num_shared_experts,
     rope_of,
     with_prefix,
 )
@@ -101,17 +101,14 @@ def _delta_rule(config: Config) -> DeltaRule:
 
 
 def _mixture(config: Config) -> Mlp:
-    size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
-    if not size or not shared or shared % size:
-        said = f"shared_expert_intermediate_size is {shared}"
-        raise ConfigError(f"{said} but must be a multiple of moe_intermediate_size, which is {size}")
+    num_shared = num_shared_experts(config, "shared_expert_intermediate_size", "moe_intermediate_size")
     experts = Experts(
         num_experts_of(config),
         config["num_experts_per_tok"],
         normalized=True,
         router=MLP + "gate",
         shared=SharedExperts(
-            shared // size,
+            num_shared,
             (_SHARED + "gate_proj", _SHARED + "up_proj"),
             _SHARED + "down_proj",
             gate=MLP + "shared_expert_gate",
@@ -119,7 +116,7 @@ def _mixture(config: Config) -> Mlp:
     )
     return llama_mlp(
         config,
-        intermediate_size=size,
+        intermediate_size=config["moe_intermediate_size"],
         experts=experts,
         mlp_in=(_EXPERT + "gate_proj", _EXPERT + "up_proj"),
         mlp_out=_EXPERT + "down_proj",

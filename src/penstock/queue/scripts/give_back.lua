@@ -35,13 +35,7 @@ local function fits_elsewhere(job, cost)
   return false
 end
 
-local function is_paused(job)
-  local names = {'pool', 'level:' .. job.level, 'tenant:' .. job.tenant}
-  for _, name in ipairs(names) do
-    if redis.call('HGET', P .. ':paused', name) then return true end
-  end
-  return false
-end
+local paused = why == 'handover' and read_pauses()
 
 -- Whether jobs waited when the script began that go before one of this level: then no node has room for it.
 local lengths = {}
@@ -55,7 +49,7 @@ end
 
 -- Whether no other node would continue the job soon. One that was lost before may have to run alone there.
 local function must_stay(job, cost)
-  if why == 'handover' and (is_paused(job) or tonumber(job.losses) > 0 or is_behind_others(job)) then return true end
+  if why == 'handover' and (paused.has(job) or tonumber(job.losses) > 0 or is_behind_others(job)) then return true end
   return (why == 'handover' or why == 'pressure') and not fits_elsewhere(job, cost)
 end
 

@@ -238,6 +238,25 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
+-- What is paused (pause.lua): the pool, levels and tenants. `has`: whether a pause holds a job back.
+local function read_pauses()
+  local paused = {levels = {}, tenants = {}, num_tenants = 0, is_any = false}
+  for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do
+    local kind, what = string.match(name, '^(%a+):(.*)$')
+    paused.of_pool = paused.of_pool or name == 'pool'
+    paused.is_any = paused.is_any or kind == 'level' or kind == 'tenant'
+    if kind == 'level' then
+      paused.levels[what] = true
+    elseif kind == 'tenant' then
+      paused.tenants[what], paused.num_tenants = true, paused.num_tenants + 1
+    end
+  end
+  function paused.has(job)
+    return paused.of_pool or paused.levels[tostring(job.level)] or paused.tenants[job.tenant] or false
+  end
+  return paused
+end
+
 -- A node's pressure record; an empty table if the node has not reported one.
 local function record_of(node)
   local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')

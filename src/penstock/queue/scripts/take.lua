@@ -57,20 +57,8 @@ local policy = config.policy
 local num_held = redis.call('SCARD', P .. ':running:' .. node)
 local num_nodes = redis.call('ZCARD', P .. ':nodes')
 
--- Pauses: no job of the paused pool, levels and tenants is handed out (pause.lua).
-local paused = {levels = {}, tenants = {}, num_tenants = 0, is_any = false}
-for _, name in ipairs(redis.call('HKEYS', P .. ':paused')) do
-  local kind, what = string.match(name, '^(%a+):(.*)$')
-  paused.of_pool = paused.of_pool or name == 'pool'
-  paused.is_any = paused.is_any or kind == 'level' or kind == 'tenant'
-  if kind == 'level' then
-    paused.levels[what] = true
-  elseif kind == 'tenant' then
-    paused.tenants[what], paused.num_tenants = true, paused.num_tenants + 1
-  end
-end
-
-function paused.has(job) return paused.levels[tostring(job.level)] or paused.tenants[job.tenant] or false end
+-- No paused job is handed out.
+local paused = read_pauses()
 
 -- How many jobs of paused tenants wait in a level. Of very many such tenants, the jobs of some count as not paused.
 function paused.num_of_tenants(level)
