@@ -31,7 +31,7 @@ from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
-from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError, spans_of
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.texts import PackedTexts, TextEncoding
@@ -76,6 +76,7 @@ def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len:
 def _tokenized(
     tokenizer: Tokenizer, request: Request, task: Tokenize, tenant: str, max_model_len: int, now: datetime
 ) -> bytes:
+    spans: list[tuple[int, int] | None] | None = None
     if request.messages is not None:
         variables = request.chat_template_kwargs
         if not task.add_generation_prompt:
@@ -90,6 +91,8 @@ def _tokenized(
         )
     else:
         token_ids = tokenizer.encode(request.prompt or "", framed=task.add_special_tokens is not False)
+        if task.return_spans:
+            spans = spans_of(tokenizer.backend, request.prompt or "", framed=task.add_special_tokens is not False)
     if len(token_ids) > MAX_TASK_TOKENS:
         message = f"prompt has {len(token_ids)} tokens; the limit of this task is {MAX_TASK_TOKENS}"
         raise RequestError(message, param="prompt")
@@ -100,6 +103,7 @@ def _tokenized(
         max_model_len,
         token_ids if task.return_tokens else None,
         strs if task.return_token_strs else None,
+        spans,
     )
 
 
@@ -445,7 +449,10 @@ def _encode(tokenizer: Tokenizer, request: Request, tenant: str, job_id: str, ma
 
     Raises PromptTooLongError for a chat that certainly has more than `max_tokens` tokens; None: no limit.
     """
-    return truncated(_encode_whole(tokenizer, request, tenant, job_id, max_tokens), request.params)
+    whole = _encode_whole(tokenizer, request, tenant, job_id, max_tokens)
+    if isinstance(request.task, TextTask) and request.task.truncation_side == "right":
+        return whole[: request.task.truncate_prompt_tokens]
+    return truncated(whole, request.params)
 
 
 def _encode_whole(

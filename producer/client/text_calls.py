@@ -79,8 +79,9 @@ class TextCalls:
             wanted = cast("dict[str, Any]", submit_score(of_jobs))
             task: Score = wanted.pop("task")
             outputs = await self._outputs(score_jobs(query, documents, task, record.texts_per_job), wanted)
-            scores = [row[0] for output in outputs for row in _rows_of(output).rows]
+            scores = [score for output in outputs for score in scores_of(output)]
         else:
+            of_jobs.pop("raw", None)
             first, *others = await self.embed([query, *documents], cast("EmbedOptions", of_jobs))
             kind = "cosine" if record is None else record.similarity
             scores = [similarity_of(first.values, other.values, kind) for other in others]
@@ -123,6 +124,11 @@ def embeddings_of(output: TaskOutput | None) -> list[Embedding]:
         return [output]
     found = _rows_of(output)
     return [Embedding(row, num_tokens) for row, num_tokens in zip(found.rows, found.num_tokens, strict=True)]
+
+
+def scores_of(output: TaskOutput | None) -> list[float]:
+    """Return the scores of pairs that a job's output has."""
+    return [row[0] for row in _rows_of(output).rows]
 
 
 def classifications_of(output: TaskOutput) -> list[Classification]:

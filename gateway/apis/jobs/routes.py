@@ -21,6 +21,7 @@ from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_to
 from penstock.contract.job_actions import MAX_POOL_CHARS, JobFilter
 from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
+from penstock.contract.tasks import GENERATE
 from penstock.gateway.apis.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
 from penstock.gateway.apis.jobs.schemas import JobRequest
@@ -315,7 +316,7 @@ class SubmitJob:
         body = generation.body
         if body.needs_token_details:
             pools = (await self._client.pools()).values()
-            record = choose_pool(pools, body.model or None, hides_models=generation.hides_models)
+            record = choose_pool(pools, body.model or None, kind=GENERATE, hides_models=generation.hides_models)
             check_logprobs(body, record, self._max_logprobs)
         options = generation.options_of(0)
         options["idempotency_key"] = _idempotency_key_of(generation)
