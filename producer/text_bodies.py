@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError
@@ -11,6 +10,7 @@ from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import GENERATE, QUERY, Score, Task, TextTask
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.pool_choice import NOT_ABLE, choose_pool, is_made_for
+from penstock.producer.client.text_calls import NUMBERED
 from penstock.producer.client.text_jobs import TextJob, pair_jobs, score_jobs, text_jobs
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import ServedPool
@@ -19,8 +19,6 @@ FIRST_PROMPT = "first prompt"
 """The entry of `ParsedBody.names` for a first prompt that has a field of its own, such as a query."""
 PAIRED_PROMPT = "paired prompt"
 """The entry for every other prompt, beginning with the first, where prompts come in pairs of two fields."""
-_NUMBERED = re.compile(r"prompt\[(\d+)\]")
-"""How a node names one of several texts of a job."""
 
 
 def pool_among(pools: Iterable[ServedPool], body: ParsedBody, model: str | None, *, hides_models: bool) -> ServedPool:
@@ -94,7 +92,7 @@ def naming_prompt(body: ParsedBody, index: int) -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
-        before, told = error.param or "", _NUMBERED.fullmatch(error.param or "")
+        before, told = error.param or "", NUMBERED.fullmatch(error.param or "")
         name = before
         if before == QUERY:
             name = _query_name(body.names, index)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import numpy as np
@@ -11,9 +14,11 @@ import pytest
 from fixtures.small_transformers import quiet
 from fixtures.tiny_encoder import HIDDEN, POSITIONS, logits_of, write_encoder, write_modules
 
-from penstock import Client, PromptTooLongError, RequestError
+from penstock import AsyncClient, Client, PromptTooLongError, RequestError
 from penstock.contract.tasks import MAX_TEXTS_OF_JOB
 from penstock.gpu_node.engine.encoder.engine import EncoderEngine
+from penstock.producer.batch.answer import answer
+from penstock.producer.batch.request import request_of_line
 from tests.gateway.conftest import EchoEngine, Stack
 
 TEXTS = [f"the cat {number} sat on a mat" for number in range(150)]
@@ -183,6 +188,49 @@ def test_a_job_of_many_texts_shows_a_row_for_each(doors: Doors) -> None:
     assert np.abs(np.array(found["rows"]) - doors.embedder.embed(TEXTS[:3])).max() < 1e-5
 
 
+def row_of(redis_url: str, name: str, body: dict[str, object]) -> dict[str, Any]:
+    """Return the body of the answer to a row of a batch file."""
+
+    key = hashlib.sha256(f"{name} {body}".encode()).hexdigest()
+
+    async def answered() -> dict[str, Any]:
+        async with AsyncClient(redis_url) as client:
+            request = request_of_line({"url": f"/v1/{name}", "body": body})
+            _, found = await answer(client, request, key)
+            return found
+
+    return asyncio.run(answered())
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("rerank", {"model": "acme/cross", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}),
+        ("rerank", {"model": "acme/mini", "query": QUERY, "documents": DOCUMENTS, "return_documents": False}),
+        ("score", {"text_1": QUERY, "text_2": DOCUMENTS}),
+        ("score", {"model": "acme/mini", "text_1": DOCUMENTS[:2], "text_2": DOCUMENTS[1:]}),
+        ("classify", {"model": "acme/cross", "input": DOCUMENTS}),
+    ],
+)
+def test_a_row_of_a_batch_has_the_answer_of_its_route(
+    doors: Doors, redis_url: str, name: str, body: dict[str, object]
+) -> None:
+    row, whole = row_of(redis_url, name, body), doors.http.post(f"/v1/{name}", json=body).json()
+    for answered in (row, whole):
+        for own in ("id", "created"):
+            answered.pop(own, None)
+    assert row == whole
+
+
+def test_an_error_of_a_row_names_its_text(doors: Doors, redis_url: str) -> None:
+    with pytest.raises(PromptTooLongError) as refused:
+        row_of(redis_url, "rerank", {"model": "acme/cross", "query": QUERY, "documents": ["a", LONG + LONG]})
+    assert refused.value.param == "documents[1]"
+    with pytest.raises(RequestError, match="models that can: acme/cross") as unable:
+        row_of(redis_url, "classify", {"model": "acme/mini", "input": "a"})
+    assert unable.value.param == "model"
+
+
 # The routes of text-embeddings-inference, and `/pooling`.
 
 
@@ -245,7 +293,8 @@ def test_the_root_embeds_or_labels_as_the_model_does(doors: Doors) -> None:
     assert np.abs(np.array(vectors) - doors.embedder.embed(DOCUMENTS)).max() < 1e-5
     labels = doors.http.post("/", json={"model": "acme/cross", "inputs": DOCUMENTS}).json()
     assert [[one["label"] for one in of_text] for of_text in labels] == [["LABEL_0"]] * len(DOCUMENTS)
-    assert doors.http.get("/", follow_redirects=False).headers["content-type"].startswith("text/html")
+    page = doors.http.get("/", headers={"Accept": "text/html"})
+    assert page.headers["content-type"].startswith("text/html")
 
 
 def test_tokenize_of_inputs_says_where_each_token_stands(doors: Doors) -> None:
