@@ -188,7 +188,7 @@ def _shared(model: str | None, priority: PriorityName, tenant: str, truncate: bo
 
 @contextmanager
 def _naming_lines(lines: list[_Line], *, named: str = "") -> Iterator[None]:
-    """Let an error that names a text by its number name its line. `named`: the member with the texts of the only line."""
+    """Let an error that names a text by its number name its line. `named`: the member with the only line's texts."""
     try:
         yield
     except PenstockError as error:

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.pool import NodePressure, PoolRecord
-from penstock.contract.tasks import DECODER_KINDS, MAX_TEXTS_OF_JOB
+from penstock.contract.tasks import DECODER_KINDS, MAX_TEXTS_OF_JOB, SCORE
 from penstock.contract.tool_formats import BY_NAME, ToolFormat
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
@@ -102,7 +102,7 @@ class Node:
             self._broker,
             self.held_jobs,
             self._worker,
-            (engine.tokenizer, engine.texts),
+            (engine.tokenizer, engine.texts, engine.pairs),
             reports,
             self._outbox,
             self._load_shedder,
@@ -269,8 +269,8 @@ class Node:
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
-            kinds=DECODER_KINDS if (texts := engine.texts) is None else texts.kinds,
-            texts_per_job=1 if texts is None else MAX_TEXTS_OF_JOB,
+            kinds=_kinds_of(engine),
+            texts_per_job=1 if (texts := engine.texts) is None else MAX_TEXTS_OF_JOB,
             dimensions=0 if texts is None else texts.dimensions,
             similarity="cosine" if texts is None else texts.similarity,
             sampling_defaults=engine.sampling_defaults
@@ -466,3 +466,10 @@ async def _background(*services: Coroutine[Any, Any, None]) -> AsyncIterator[Non
             yield
         finally:
             await cancel_until_done(tasks)
+
+
+def _kinds_of(engine: EngineLike) -> tuple[str, ...]:
+    """Return the kinds of jobs that an engine can run."""
+    if engine.texts is not None:
+        return engine.texts.kinds
+    return DECODER_KINDS if engine.pairs is None else (*DECODER_KINDS, SCORE)

@@ -83,8 +83,8 @@ class Engine:
         served = self._served = ServedModel(config, progress or (lambda stage, fraction: None))
         config = served.config
         self._name = config.model
-        self.tokenizer, self.texts = served.tokenizer, None
-        """The tokenizer, safe to call from any thread; and no texts that are computed whole, as an encoder has."""
+        self.tokenizer, self.texts, self.pairs = served.tokenizer, None, served.pairs
+        """The tokenizer, safe on any thread; no texts that are computed whole, as an encoder has; scores of pairs."""
         self.max_model_len = served.limits.max_model_len
         """Most tokens that prompt and output of one choice may have together."""
         self.max_num_seqs = config.max_num_seqs

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.pair_scores import PairScores
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepLostError, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.texts import TextEncoding
@@ -38,6 +39,10 @@ class EngineLike(Protocol):
     @property
     def texts(self) -> TextEncoding | None:
         """How whole texts are tokenized; None if the engine computes sequences. Safe to use on another thread."""
+
+    @property
+    def pairs(self) -> PairScores | None:
+        """How a model that generates text scores pairs; None if it does not. Safe to use on another thread."""
 
     @property
     def max_model_len(self) -> int:

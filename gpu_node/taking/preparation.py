@@ -20,6 +20,7 @@ from penstock.contract.tasks import (
     DECODER_KINDS,
     MAX_OUTPUT_BYTES,
     MAX_TASK_TOKENS,
+    QUERY,
     Classify,
     Detokenize,
     Embed,
@@ -28,6 +29,7 @@ from penstock.contract.tasks import (
     Tokenize,
 )
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
+from penstock.gpu_node.engine.pair_scores import PairScores
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
@@ -145,7 +147,7 @@ class JobPreparation:
         broker: NodeBroker,
         held_jobs: HeldJobs,
         worker: EngineWorker,
-        tokenizers: tuple[Tokenizer, TextEncoding | None],
+        tokenizers: tuple[Tokenizer, TextEncoding | None, PairScores | None],
         reports: JobReports,
         outbox: Outbox,
         load_shedder: LoadShedder,
@@ -154,7 +156,7 @@ class JobPreparation:
         self._broker = broker
         self._held_jobs = held_jobs
         self._worker = worker
-        self._tokenizer, self._texts = tokenizers
+        self._tokenizer, self._texts, self._pairs = tokenizers
         self._reports = reports
         self._outbox = outbox
         self._load_shedder = load_shedder
@@ -334,6 +336,10 @@ class JobPreparation:
     def _encode_now(self, job: HeldJob, request: Request) -> list[int] | PackedTexts:
         if self._texts is not None:
             return _packed_texts(self._texts, request)
+        if isinstance(request.task, Score) and self._pairs is not None and len(request.task.texts) == 1:
+            if request.prompt is None:
+                raise RequestError(f"{QUERY}: must be a text, not token ids", param=QUERY)
+            return self._pairs.encode(self._tokenizer, request.task, request.prompt, self._held_jobs.max_model_len - 1)
         if isinstance(request.task, TextTask) and (request.task.texts or request.task.kind not in DECODER_KINDS):
             raise UnsupportedKindError(f"this model generates text: it cannot {request.task.kind} texts together")
         if isinstance(request.task, Embed) and request.task.prompt_name is not None:
@@ -395,6 +401,7 @@ class JobPreparation:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
+                score=request.task if isinstance(request.task, Score) and self._pairs is not None else None,
                 texts=encoded if isinstance(encoded, PackedTexts) else None,
                 begins_text=begins_text,
                 reasoning=self._reasoning_of(request),

@@ -126,6 +126,7 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.tokenizer, self.texts = ByteTokenizer(), None
+        self.pairs = None
         self.max_model_len = MAX_MODEL_LEN
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"

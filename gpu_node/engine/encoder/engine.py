@@ -69,6 +69,8 @@ class EncoderEngine:
         """The model's tokenizer; safe to call from any thread."""
         self.texts = TextEncoder(loaded, self.tokenizer.backend)
         """How texts are tokenized; safe to call from any thread."""
+        self.pairs: None = None
+        """It scores pairs with a head of its own, if it does."""
         self.max_model_len = loaded.max_tokens
         """Most tokens of a text, with the marks around it."""
         self.max_num_seqs = max(config.max_num_seqs, MIN_SEQUENCES)

@@ -199,6 +199,7 @@ class ReferenceEngine:
         leaves_core_free: bool = False,
     ) -> None:
         self.tokenizer, self.texts = ReferenceTokenizer(), None
+        self.pairs = None
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
         self.revision = revision
