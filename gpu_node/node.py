@@ -19,6 +19,7 @@ from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import DECODER_KINDS, MAX_TEXTS_OF_JOB, SCORE
 from penstock.contract.tool_formats import BY_NAME, ToolFormat
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine.shared_cores import Gate
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.jobs.held_job import HeldJob
@@ -68,7 +69,9 @@ ANNOUNCE_S = 2.0
 class Node:
     """The service around one engine: asyncio code for Redis, and the engine on its own thread. It serves one pool."""
 
-    def __init__(self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS) -> None:
+    def __init__(
+        self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS, gate: Gate | None = None
+    ) -> None:
         self._settings = settings
         self._seats = seats
         self._engine = engine
@@ -81,7 +84,7 @@ class Node:
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
-        self._worker = EngineWorker(engine, self._deliver, self._note_lost)
+        self._worker = EngineWorker(engine, self._deliver, self._note_lost, gate)
         keep_s, max_bytes = settings.failover_keep_s, settings.failover_keep_bytes
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         self._outbox = Outbox(

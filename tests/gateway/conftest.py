@@ -154,6 +154,12 @@ class EchoEngine:
     def note_queued_background(self, is_queued: bool) -> None:
         pass
 
+    def has_foreground(self) -> bool:
+        return bool(self._live)
+
+    def note_foreground_beside(self) -> None:
+        pass
+
     def add(self, request: EngineRequest) -> None:
         prompt, params = request.prompt_token_ids, request.params
         if len(prompt) >= (self.max_prompt_tokens if request.embed is None else self.max_model_len + 1):

@@ -109,6 +109,14 @@ class EncoderEngine:
         """Whether background work is below its share of the engine's time; safe on any thread."""
         return self._steps.background_due
 
+    def has_foreground(self) -> bool:
+        """Return whether a caller waits for any of its texts."""
+        return any(not live.request.background for live in self._live.values())
+
+    def note_foreground_beside(self) -> None:
+        """Note that another node on these cores has foreground work, so that steps of background work stay short."""
+        self._steps.note_foreground()
+
     def note_queued_background(self, is_queued: bool) -> None:
         """Note whether background work waits outside the engine; safe on any thread."""
         self._steps.is_background_queued = is_queued

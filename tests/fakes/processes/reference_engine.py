@@ -224,6 +224,12 @@ class ReferenceEngine:
     def note_queued_background(self, is_queued: bool) -> None:
         pass
 
+    def has_foreground(self) -> bool:
+        return any(not live.background for live in self._live)
+
+    def note_foreground_beside(self) -> None:
+        pass
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
         prompt, params = request.prompt_token_ids, request.params

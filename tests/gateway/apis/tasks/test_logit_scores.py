@@ -90,7 +90,7 @@ def test_a_long_document_is_refused_or_cut_before_the_end_of_the_template(http: 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents[1]"), refused.text
     assert "truncate_prompt_tokens -1" in refused.json()["error"]["message"]
     for side in ("left", "right"):
-        whole = http.post("/rerank", json={**body, "truncate_prompt_tokens": 300, "truncation_side": side})
+        whole = http.post("/rerank", json={**body, "truncate_prompt_tokens": 400, "truncation_side": side})
         assert whole.status_code == 200, whole.text
         assert len(whole.json()["results"]) == 2
     status, param = (one := http.post("/rerank", json={**body, "query": ""})).status_code, one.json()["error"]["param"]
