@@ -54,7 +54,8 @@ def _ordered_kinds(pools: Sequence[ServedPool], body: ParsedBody, model: str | N
 
     Where no model is named, kinds for which a model was made come first: any model that generates text can also embed.
     """
-    kinds = [GENERATE] if body.task is None else [task.kind for task in (body.task, *body.other_tasks)]
+    kinds = list[str]()
+    kinds += [GENERATE] if body.task is None else [task.kind for task in (body.task, *body.other_tasks)]
     if model is not None or len(kinds) == 1:
         return kinds
     return sorted(kinds, key=lambda kind: not any(pool.is_alive and is_made_for(pool, kind) for pool in pools))

@@ -22,6 +22,7 @@ from docs_site.fields import (
     PARAMS,
     REFUSED,
     STREAM_OPTIONS,
+    TEI,
     TEXTS,
     TOKENS,
     UNKNOWN,
@@ -273,7 +274,7 @@ def assert_refused(answer: httpx.Response, name: str, effect: str, context: obje
         assert error["code"] == "unsupported_value", (context, error)
 
 
-@pytest.mark.parametrize("title", [BODIES, ANTHROPIC, JOB, TOKENS, TEXTS])
+@pytest.mark.parametrize("title", [BODIES, ANTHROPIC, JOB, TOKENS, TEXTS, TEI])
 def test_every_field_of_every_endpoint_accepts_and_refuses_what_the_page_says(http: httpx.Client, title: str) -> None:
     OF_ENDPOINT["/v1/responses", "previous_response_id"] = kept_response(http)
     for (path, name), effect in effects(title).items():

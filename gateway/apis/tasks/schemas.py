@@ -218,9 +218,9 @@ class RerankRequest(_EmbeddingBody, TeiFields, RerankFields):
         use_attribute_docstrings=True,
     )
 
-    documents: Annotated[  # type: ignore[assignment]
+    documents: Annotated[
         list[str | RerankDocument] | None, FailFast(), Field(min_length=1, max_length=MAX_INPUTS - 1)
-    ] = None
+    ] = None  # type: ignore[assignment]
     texts: Annotated[
         list[str] | None, FailFast(), Field(min_length=1, max_length=MAX_INPUTS - 1, validate_default=True)
     ] = None
@@ -306,7 +306,7 @@ class PoolingRequest(TextBody, EmbedFields):
     def _tasks(self) -> list[Embed | Classify]:
         told = {"dimensions": self.dimensions, "normalize": self.use_activation}
         classify = Classify(raw=self.use_activation is False, **self.cut())
-        tasks = [self.embed().model_copy(update=told), classify]
+        tasks: list[Embed | Classify] = [self.embed().model_copy(update=told), classify]
         return [one for one in tasks if self.wanted in (None, one.kind)]
 
     def task(self) -> Embed | Classify:

@@ -15,6 +15,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import Whole, Wire, only
@@ -24,7 +25,7 @@ from penstock.producer.openai.bodies import prompts_of
 from penstock.producer.openai.embeddings import MAX_INPUTS, EmbedFields, Inputs
 from penstock.producer.text_bodies import FIRST_PROMPT
 
-_EXAMPLE = {"inputs": ["Once upon a time", "Long ago"]}
+_EXAMPLE: JsonDict = {"inputs": ["Once upon a time", "Long ago"]}
 
 
 class _EmbedFields(TeiFields, EmbedFields):

@@ -42,8 +42,17 @@ PromptName: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_lengt
 
 TruncationSide: TypeAlias = Literal["left", "right"]
 InputType: TypeAlias = Literal[
-    *("search_query", "search_document", "query", "passage", "document", "classification", "clustering"),
-    *("retrieval.query", "retrieval.passage", "separation", "text-matching"),
+    "search_query",
+    "search_document",
+    "query",
+    "passage",
+    "document",
+    "classification",
+    "clustering",
+    "retrieval.query",
+    "retrieval.passage",
+    "separation",
+    "text-matching",
 ]
 """What a text is embedded for, in the words of Cohere, Jina and others."""
 _QUERY_PROMPTS = "query", "search_query", "retrieval.query"
