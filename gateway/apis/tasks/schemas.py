@@ -284,30 +284,30 @@ class PoolingRequest(TextBody, EmbedFields):
 
     input: Inputs
     """A text, a list of token ids, or a list of either."""
-    wanted: Annotated[Literal["embed", "classify"] | None, Field(validation_alias="task")] = None
+    kind: Annotated[Literal["embed", "classify"] | None, Field(validation_alias=AliasChoices("kind", "task"))] = None
     """`embed` or `classify`. Default: what the model does. An output for each token is not supported."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""
     dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
     """Keep only the first dimensions of vectors, and normalize again."""
-    use_activation: Annotated[
-        bool | None, Field(validation_alias=AliasChoices("use_activation", "activation", "softmax", "normalize"))
-    ] = None
-    """Return vectors of length 1, or probabilities; false: what the model computes. Default: as its files say."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; only encoders may leave it out. Default: as the model's files say."""
+    use_activation: Annotated[bool | None, Field(validation_alias=AliasChoices("use_activation", "activation"))] = None
+    """Return probabilities of labels; false: the model's numbers (logits) as they are. Default: true."""
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "input", "normalize": "use_activation"}
+        return {"prompt": "input"}
 
     def prompts(self) -> list[str | list[int]]:
         """Return the texts."""
         return [*self.input]
 
     def _tasks(self) -> list[Embed | Classify]:
-        told = {"dimensions": self.dimensions, "normalize": self.use_activation}
+        told = {"dimensions": self.dimensions, "normalize": self.normalize}
         classify = Classify(raw=self.use_activation is False, **self.cut())
         tasks: list[Embed | Classify] = [self.embed().model_copy(update=told), classify]
-        return [one for one in tasks if self.wanted in (None, one.kind)]
+        return [one for one in tasks if self.kind in (None, one.kind)]
 
     def task(self) -> Embed | Classify:
         """Return what the job does with each text."""

@@ -69,7 +69,9 @@ class PredictEncoder(_ListEncoder):
 
     def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
         names = [*output.labels, *(f"LABEL_{at}" for at in range(len(output.labels), len(values)))]
-        labels = [{"score": values[at], "label": names[at]} for at in best_first(values)]
+        labels = [
+            {"score": values[at], "label": names[at]} for at in best_first(values)[: self.answer.options["top_k"]]
+        ]
         yield (b"," if index else b"") + to_json(labels)
 
     def entities_part(self, index: int, entities: list[dict[str, Any]], output: PackedOutput) -> bytes:

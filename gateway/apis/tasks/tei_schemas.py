@@ -89,6 +89,21 @@ def _predict_inputs(value: object) -> PredictInputs:
     return PredictInputs(tuple(one[0] for one in value), is_one=False)
 
 
+class HubParameters(Wire):
+    """The parameters of the Hub's clients, where they put them into an object."""
+
+    truncate: bool | None = None
+    truncation_direction: Annotated[TruncationSide | None, BeforeValidator(in_lower_case)] = None
+    prompt_name: PromptName | None = None
+    top_k: Annotated[Whole, Field(ge=1)] | None = None
+    """Only that many of the best labels."""
+    function_to_apply: Annotated[Any, only(None)] = None
+
+    def told(self) -> dict[str, Any]:
+        """Return the fields that a body has beside it, too."""
+        return self.model_dump(exclude_none=True, exclude={"top_k", "function_to_apply"})
+
+
 _PredictJson: TypeAlias = str | list[str] | list[list[str]]
 
 
@@ -103,6 +118,8 @@ class PredictRequest(TextBody, TeiFields):
     """A text, or a list with a list of one text for each."""
     raw_scores: bool | None = None
     """Return the model's numbers (logits) as they are. Default: false."""
+    parameters: HubParameters | None = None
+    """`top_k`, `truncate` and `truncation_direction`, as the Hub's clients send them. The answer is then a list of lists."""
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
@@ -114,11 +131,13 @@ class PredictRequest(TextBody, TeiFields):
 
     def task(self) -> Classify:
         """Return what a job does with each text."""
-        return Classify(raw=bool(self.raw_scores), **self.cut())
+        told = {} if self.parameters is None else self.parameters.told()
+        return Classify(raw=bool(self.raw_scores), **self.model_copy(update=told).cut())
 
     def options(self) -> dict[str, Any]:
-        """Return whether the answer is that of one text."""
-        return {"is_one": self.inputs.is_one}
+        """Return whether the answer is that of one text, and how many labels it has."""
+        top_k = None if self.parameters is None else self.parameters.top_k
+        return {"is_one": self.inputs.is_one and self.parameters is None, "top_k": top_k}
 
 
 class ComparedSentences(Wire):
@@ -126,14 +145,6 @@ class ComparedSentences(Wire):
 
     source_sentence: str
     sentences: Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_INPUTS - 1)]
-
-
-class SimilarityParameters(Wire):
-    """How sentences become embeddings."""
-
-    truncate: bool | None = None
-    truncation_direction: Annotated[TruncationSide | None, BeforeValidator(in_lower_case)] = None
-    prompt_name: PromptName | None = None
 
 
 _NAMES_OF_SENTENCES = {"prompt": "inputs.sentences", FIRST_PROMPT: "inputs.source_sentence"}
@@ -149,7 +160,7 @@ class SimilarityRequest(TextBody, _EmbedFields):
 
     inputs: ComparedSentences
     """A sentence, and those that are compared with it."""
-    parameters: SimilarityParameters | None = None
+    parameters: HubParameters | None = None
     """`truncate`, `truncation_direction` and `prompt_name`, which may also stand beside it."""
 
     def names(self) -> dict[str, str]:
@@ -162,7 +173,7 @@ class SimilarityRequest(TextBody, _EmbedFields):
 
     def task(self) -> Embed:
         """Return what a job does with each sentence."""
-        told = {} if self.parameters is None else self.parameters.model_dump(exclude_none=True)
+        told = {} if self.parameters is None else self.parameters.told()
         return self.model_copy(update=told).embed()
 
 
@@ -170,7 +181,9 @@ _RootInputs: TypeAlias = list[str | list[int]] | ComparedSentences
 _RootJson: TypeAlias = str | list[str] | list[int] | list[list[int]] | ComparedSentences
 
 
-def _root_inputs(value: object) -> _RootInputs:
+def _root_inputs(value: object) -> _RootInputs | None:
+    if value is None:
+        return None
     if not isinstance(value, dict):
         return prompts_of(value, MAX_INPUTS)
     try:
@@ -196,9 +209,8 @@ class RootRequest(TextBody, _EmbedFields):
     """Return the model's numbers (logits) as they are. Default: false."""
     return_text: bool | None = None
     """Return the ordered texts too. Default: false."""
-    parameters: SimilarityParameters | None = None
+    parameters: HubParameters | None = None
     """`truncate`, `truncation_direction` and `prompt_name`, which may also stand beside it."""
-    options_of_hub: Annotated[Any, only(None), Field(validation_alias="options")] = None
 
     @field_validator("texts")
     @classmethod
@@ -224,7 +236,7 @@ class RootRequest(TextBody, _EmbedFields):
         return [*(self.inputs or [])]
 
     def _told(self) -> RootRequest:
-        told = {} if self.parameters is None else self.parameters.model_dump(exclude_none=True)
+        told = {} if self.parameters is None else self.parameters.told()
         return self.model_copy(update=told)
 
     def task(self) -> Task:
@@ -245,4 +257,5 @@ class RootRequest(TextBody, _EmbedFields):
         """Return the options of the answer."""
         if self.texts is not None:
             return {FORM: "rerank", "top_n": len(self.texts), "has_documents": bool(self.return_text)}
-        return {FORM: "similarity" if isinstance(self.inputs, ComparedSentences) else "rows", "is_one": False}
+        top_k = {"top_k": None if self.parameters is None else self.parameters.top_k}
+        return {FORM: "similarity" if isinstance(self.inputs, ComparedSentences) else "rows", "is_one": False, **top_k}

@@ -278,6 +278,8 @@ def test_predict_gives_each_text_its_labels(doors: Doors) -> None:
     several = doors.http.post("/predict", json={"inputs": [[text] for text in DOCUMENTS], "raw_scores": True}).json()
     assert 1 / (1 + np.exp(-several[0][0]["score"])) == pytest.approx(one[0]["score"])
     assert len(several) == len(DOCUMENTS)
+    of_hub = doors.http.post("/predict", json={"inputs": DOCUMENTS[0], "parameters": {"top_k": 1}}).json()
+    assert of_hub == [one]
 
 
 def test_similarity_compares_a_sentence_with_others(doors: Doors) -> None:
