@@ -119,7 +119,7 @@ class PredictRequest(TextBody, TeiFields):
     raw_scores: bool | None = None
     """Return the model's numbers (logits) as they are. Default: false."""
     parameters: HubParameters | None = None
-    """`top_k`, `truncate` and `truncation_direction`, as the Hub's clients send them. The answer is then a list of lists."""
+    """`top_k`, `truncate` and `truncation_direction`, as the Hub's clients send them. The answer is then nested."""
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
