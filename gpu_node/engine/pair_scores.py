@@ -18,7 +18,6 @@ from penstock.contract.tasks import QUERY, Score
 from penstock.gpu_node.engine.sequence import PooledPrompt
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.encoders.files import score_activation_of
 from penstock.gpu_node.model.protocol import LoadedModel
 
 log = logging.getLogger(__package__)
@@ -136,6 +135,9 @@ def pair_scores_of(name: str, model: LoadedModel, tokenizer: Tokenizer) -> PairS
 
     Raises ConfigError for files of sentence-transformers that say it and do not fit the model.
     """
+    # Imported late, as all that reads a model's files.
+    from penstock.gpu_node.model.encoders.files import score_activation_of
+
     told = _tokens_in(model.folder)
     if told is not None:
         parts = _parts_of(model.folder, tokenizer.template)
