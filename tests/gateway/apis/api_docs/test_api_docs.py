@@ -222,7 +222,7 @@ def test_description_is_public_and_everything_else_needs_a_key(stack: Stack, eng
             assert client.get(path).status_code == client.head(path).status_code == 200
         for path, methods in document["paths"].items():
             for method, operation in methods.items():
-                is_open = path in (*PUBLIC, "/health", "/ready") and method == "get"
+                is_open = path in (*PUBLIC, "/health", "/ready") and method in ("get", "head")
                 assert ("security" in operation) is not is_open
                 answer = client.request(method, path.replace("{model}", MODEL))
                 assert (answer.status_code == 401) is not is_open, (method, path)
