@@ -17,6 +17,7 @@ from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, ta
 from penstock.cli.output import write_text
 from penstock.contract.errors import PenstockError, PromptTooLongError
 from penstock.contract.priority import ClassName, Priority
+from penstock.contract.tasks import GENERATE
 from penstock.producer.client import Client
 from penstock.producer.client.pool_choice import choose_pool
 from penstock.runtime.settings import redis_url_of
@@ -155,7 +156,7 @@ class ChatSession:
 
     def run(self) -> None:
         """Chat until the input ends. Without a terminal, the first error ends the chat and is raised."""
-        served = choose_pool(self._client.pools().values(), self._options.model)
+        served = choose_pool(self._client.pools().values(), self._options.model, kind=GENERATE)
         if self._terminal.is_interactive:
             self._terminal.note(f"Chat with {served.model}. /help lists the commands, Ctrl-D leaves.")
         while not self._has_left:

@@ -72,6 +72,8 @@ PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
     "Ask": (
         CommandEntry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
         CommandEntry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
+        CommandEntry("embed", "penstock.cli.texts:embed", "Embed each line of a file"),
+        CommandEntry("rerank", "penstock.cli.texts:rerank", "Order the lines of a file by how well they fit a query"),
         CommandEntry("batch", "penstock.cli.batch.commands:app", "Answer a file of requests"),
         CommandEntry("flows", "penstock.cli.flows.commands:app", "Run rows that wait for rows and have their texts"),
         CommandEntry("schedules", "penstock.cli.schedules:app", "Start jobs and batches at times that come again"),

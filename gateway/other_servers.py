@@ -48,7 +48,6 @@ INSTEAD: dict[str, dict[str, str]] = {
     "TGI": {
         "/generate": _TEXT,
         "/generate_stream": f'{_TEXT} with `"stream": true`',
-        "/info": f"{_MODELS}, or /version",
         "/chat_tokenize": "POST /tokenize with `messages`",
         "/invocations": _CHAT,
     },

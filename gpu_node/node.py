@@ -16,9 +16,10 @@ from typing import Any
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.pool import NodePressure, PoolRecord
-from penstock.contract.tasks import DECODER_KINDS, MAX_TEXTS_OF_JOB
+from penstock.contract.tasks import DECODER_KINDS, MAX_TEXTS_OF_JOB, SCORE
 from penstock.contract.tool_formats import BY_NAME, ToolFormat
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine.shared_cores import Gate
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
 from penstock.gpu_node.jobs.held_job import HeldJob
@@ -70,7 +71,9 @@ ANNOUNCE_S = 2.0
 class Node:
     """The service around one engine: asyncio code for Redis, and the engine on its own thread. It serves one pool."""
 
-    def __init__(self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS) -> None:
+    def __init__(
+        self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS, gate: Gate | None = None
+    ) -> None:
         self._settings = settings
         self._seats = seats
         self._engine = engine
@@ -83,7 +86,7 @@ class Node:
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
-        self._worker = EngineWorker(engine, self._deliver, self._note_lost)
+        self._worker = EngineWorker(engine, self._deliver, self._note_lost, gate)
         keep_s, max_bytes = settings.failover_keep_s, settings.failover_keep_bytes
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         self._outbox = Outbox(
@@ -107,7 +110,7 @@ class Node:
             self._broker,
             self.held_jobs,
             self._worker,
-            (engine.tokenizer, engine.texts),
+            (engine.tokenizer, engine.texts, engine.pairs),
             reports,
             self._outbox,
             self._load_shedder,
@@ -275,8 +278,8 @@ class Node:
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
-            kinds=DECODER_KINDS if (texts := engine.texts) is None else texts.kinds,
-            texts_per_job=1 if texts is None else MAX_TEXTS_OF_JOB,
+            kinds=_kinds_of(engine),
+            texts_per_job=1 if (texts := engine.texts) is None else MAX_TEXTS_OF_JOB,
             dimensions=0 if texts is None else texts.dimensions,
             similarity="cosine" if texts is None else texts.similarity,
             sampling_defaults=engine.sampling_defaults
@@ -472,3 +475,10 @@ async def _background(*services: Coroutine[Any, Any, None]) -> AsyncIterator[Non
             yield
         finally:
             await cancel_until_done(tasks)
+
+
+def _kinds_of(engine: EngineLike) -> tuple[str, ...]:
+    """Return the kinds of jobs that an engine can run."""
+    if engine.texts is not None:
+        return engine.texts.kinds
+    return DECODER_KINDS if engine.pairs is None else (*DECODER_KINDS, SCORE)

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.gpu_node.engine.opening import open_engine
+from penstock.gpu_node.engine.shared_cores import Gate, SharedCores
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.service.health import EngineStalledError
@@ -123,7 +124,8 @@ async def run_node(settings: NodeSettings) -> None:
     freeze_gc()
     # The node takes as many sequences as the engine runs.
     settings = settings.model_copy(update={"max_num_seqs": engine.max_num_seqs})
-    await serve_engine(settings, engine, seats, measures_steps=engine.texts is None)
+    gate = None if config.wants_gpu else SharedCores.join(config.background_share)
+    await serve_engine(settings, engine, seats, measures_steps=engine.texts is None, gate=gate)
 
 
 def _require_free_port(settings: NodeSettings) -> None:
@@ -161,13 +163,19 @@ async def _with_config_of_pool(settings: NodeSettings) -> NodeSettings:
 
 
 async def serve_engine(
-    settings: NodeSettings, engine: EngineLike, seats: Seats | None = None, *, measures_steps: bool = False
+    settings: NodeSettings,
+    engine: EngineLike,
+    seats: Seats | None = None,
+    *,
+    measures_steps: bool = False,
+    gate: Gate | None = None,
 ) -> None:
     """Serve a loaded engine until a signal. `seats`: seats that this process already holds; None: take them here.
 
-    `measures_steps`: run a few steps at the start, so that the pool knows this node's pace.
+    `measures_steps`: run a few steps at the start, so that the pool knows this node's pace. `gate`: lets background
+    work wait for other nodes of this host.
     """
-    node = Node(settings, engine, take_seats(settings) if seats is None else seats)
+    node = Node(settings, engine, take_seats(settings) if seats is None else seats, gate)
     loop = asyncio.get_running_loop()
     manager = ServiceManager.of_environment()
     offer_stacks()

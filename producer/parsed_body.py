@@ -42,6 +42,8 @@ class ParsedBody:
     """Variables for the model's chat template, as JSON text."""
     task: Task | None = None
     """What the jobs do instead of generating text."""
+    other_tasks: Sequence[Task] = ()
+    """What they do for a model that cannot run `task`, the best one first."""
     priority: ClassName | None = None
     """The class that the body asks for. The caller's rights decide whether it is allowed."""
     stream: bool = False
@@ -135,6 +137,7 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         raise request_error(error, body.names()) from None
     # A body whose jobs do something else than generate text says what.
     task: Callable[[], Task] | None = getattr(body, "task", None)
+    others: Callable[[], Sequence[Task]] | None = getattr(body, "other_tasks", None)
     prompts = body.prompts()
     parsed = ParsedBody(
         body.model or "",
@@ -145,6 +148,7 @@ def parsed_body(body: RequestBody, ignored: Sequence[str] = ()) -> ParsedBody:
         body.echoes,
         body.template_kwargs,
         None if task is None else task(),
+        () if others is None else others(),
         body.asked_class,
         bool(body.stream),
         queueing,

@@ -80,7 +80,7 @@ PRODUCER_FLOORS = (
     {"parsing"},
     {"files", "flows"},
     {"client"},
-    {"openai", "parsed_body"},
+    {"openai", "parsed_body", "text_bodies"},
     {"anthropic", "responses"},
     {"batch"},
     {"stored_batches"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 from faults.tools.redis_process import free_port
+from fixtures.small_transformers import quiet
+from fixtures.tiny_encoder import write_encoder, write_modules
 
 from penstock.cli.demo_model import demo_model
 from tests.pages import PAGES, blocks_of
@@ -35,7 +38,8 @@ def in_background(text: str, folder: Path, env: dict[str, str]) -> Iterator[None
         running = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log)
         try:
             deadline_s = time.monotonic() + START_S
-            while "penstock serve" in text and not is_ready(env["PENSTOCK_GATEWAY_PORT"]):
+            num_before = num_models(env["PENSTOCK_GATEWAY_PORT"])
+            while num_models(env["PENSTOCK_GATEWAY_PORT"]) <= num_before and re.search("penstock (serve|node)", text):
                 assert running.poll() is None and time.monotonic() < deadline_s, (folder / "background.log").read_text()
                 time.sleep(0.1)
             yield
@@ -44,11 +48,26 @@ def in_background(text: str, folder: Path, env: dict[str, str]) -> Iterator[None
             running.wait(60)
 
 
-def is_ready(port: str) -> bool:
+def num_models(port: str) -> int:
+    """Return how many models are served and ready; none before the gateway runs."""
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200
+        if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code != 200:
+            return 0
+        return len(httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).json()["data"])
     except httpx.TransportError:
-        return False
+        return 0
+
+
+def write_encoders(folder: Path) -> dict[str, Path]:
+    """Write small random models in place of those that the page on search names."""
+    embedder, scorer = folder / "all-MiniLM-L6-v2", folder / "ms-marco-MiniLM-L6-v2"
+    for one in (embedder, scorer):
+        one.mkdir(parents=True)
+    with quiet():
+        write_encoder(embedder)
+        write_modules(embedder, "Pooling", "Normalize")
+        write_encoder(scorer, "BertForSequenceClassification", num_labels=1)
+    return {"sentence-transformers/all-MiniLM-L6-v2": embedder, "cross-encoder/ms-marco-MiniLM-L6-v2": scorer}
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
@@ -70,9 +89,12 @@ def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     }
     if page.stem == "lora_fleet":
         write_adapter(str(demo_model()), tmp_path / "adapters/customer-a")
+    encoders = write_encoders(tmp_path / "models") if page.stem == "search" else {}
     with ExitStack() as stack:
         for block in blocks_of(page):
             text = block.text.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("ORG/MODEL", "demo")
+            for name, folder in encoders.items():
+                text = text.replace(name, str(folder))
             if block.way == "in another terminal":
                 stack.enter_context(in_background(text, tmp_path, env))
             elif block.way == "run":

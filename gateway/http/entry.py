@@ -44,6 +44,8 @@ logger = logging.getLogger("penstock.gateway")
 
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
 """Paths of probes, which need no API key. An API may add its own."""
+READING_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+"""Methods of requests for such paths. Others need a key."""
 READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/health/nodes": ("admin",),
@@ -151,7 +153,7 @@ class Entry:
             scope.setdefault("state", {})["caller"] = await self._caller_of(record)
             await self._app(scope, receive, send)
             return
-        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in self._public_paths):
+        if scope["type"] == "websocket" or (scope["type"] == "http" and not self._is_public(scope)):
             try:
                 # A WebSocket has no method.
                 needed = scopes_for(scope.get("method", ""), scope["path"])
@@ -181,6 +183,10 @@ class Entry:
             if key_id and (found := known.get(key_id)) is not None:
                 return found
         return ApiKey(key_id=key_id, digest="", tenant=tenant, scopes=frozenset(("infer",)))
+
+    def _is_public(self, scope: Scope) -> bool:
+        """Return whether a request needs no key: it reads a path that reveals nothing."""
+        return scope["path"] in self._public_paths and scope["method"] in READING_METHODS
 
     def _identify(self, known: Mapping[str, ApiKey], scope: Scope) -> ApiKey:
         headers = Headers(scope=scope)

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import msgpack
 
 from penstock.contract.job import PackedPrompt
+from penstock.contract.tasks import GENERATE
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.pool_choice import names_of
@@ -35,14 +36,14 @@ class SealTerms(TypedDict):
 async def may_reason(client: AsyncClient, generation: GenerationRequest) -> bool:
     """Return whether the request's model may reason in marks that are known. Raises as `served_pool` does."""
     asked = generation.body.model or None
-    pool = await client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
+    pool = await client.served_pool(asked, key=generation.key, kind=GENERATE, hides_models=generation.hides_models)
     return pool.reasoning_parser != "none"
 
 
 async def seal_terms_of(client: AsyncClient, generation: GenerationRequest) -> SealTerms:
     """Return the terms of a request's seals. Its aliases stand for the model. Raises UnavailableError."""
     asked = generation.body.model or None
-    pool = await client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
+    pool = await client.served_pool(asked, key=generation.key, kind=GENERATE, hides_models=generation.hides_models)
     model = pool.model if not asked or asked in names_of(pool) else asked
     key = await client.servers.directory.responses.seal_key()
     return {"key": key, "tenant": generation.tenant, "model": model}

@@ -95,6 +95,7 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "echoes": body.echoes,
         "template_kwargs": body.template_kwargs,
         "task": None if body.task is None else body.task.model_dump(),
+        "other_tasks": [task.model_dump() for task in body.other_tasks],
         "priority": body.priority,
         "stream": body.stream,
         "queueing": dict(body.queueing),
@@ -138,6 +139,7 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
         "params": SamplingParams(**fields["params"]),
         "tool_use": ToolUse(*fields["tool_use"]),
         "task": _TASKS.validate_python(fields["task"]),
+        "other_tasks": [_TASKS.validate_python(one) for one in fields["other_tasks"]],
     }
     return ParsedBody(**(fields | made))
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
 
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.errors import RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, Endpoint, IgnoredFields, Wire, given_options, names_at
 from penstock.contract.job import RETURN_PROGRESS, JobKey, QueueFields, QueueOptions, SamplingParams, SubmitOptions
 from penstock.contract.json_text import json_refusal
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import joined, put_under, rename, request_error
-from penstock.contract.tasks import QUERY
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.parsed_body import MAX_IGNORED_SHOWN, ParsedBody, RequestBody, parsed_body
+from penstock.producer.text_bodies import naming_prompt
 
 FIRST_OF_TWO = ".1"
 """The end of the id of a chunk's first event, if the chunk has two."""
@@ -36,14 +35,6 @@ class StreamPosition:
     """Tokens of the stream up to the end of that chunk."""
     lacks_end: bool = False
     """Whether the caller received only the first of that chunk's two events."""
-
-
-_NUMBERED = re.compile(r"prompt\[(\d+)\]")
-"""How a node names one of several texts of a job."""
-FIRST_PROMPT = "first prompt"
-"""The entry of `ParsedBody.names` for a first prompt that has a field of its own, such as a query."""
-PAIRED_PROMPT = "paired prompt"
-"""The entry for every other prompt, beginning with the first, where prompts come in pairs of two fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,45 +97,6 @@ class GenerationRequest:
         if (key := options.get("idempotency_key")) is not None and len(self.body.prompts) > 1:
             options["idempotency_key"] = f"{key}:{index}"
         return options
-
-
-@contextlib.contextmanager
-def naming_prompt(body: ParsedBody, index: int) -> Iterator[None]:
-    """Let an error of the block name the prompt that it is about, if there are several.
-
-    index: of the prompt, or of the first prompt of a job with several. Such a job's errors say which one it is.
-    """
-    try:
-        yield
-    except PenstockError as error:
-        before, told = error.param or "", _NUMBERED.fullmatch(error.param or "")
-        name = before
-        if before == QUERY:
-            name = _query_name(body.names, index)
-        elif told is not None or before == "prompt":
-            is_only = len(body.prompts) == 1
-            name = "prompt" if is_only else _prompt_name(body.names, index if told is None else int(told[1]))
-        if name != before:
-            error.param = name
-            if before != "prompt" and error.message.startswith(f"{before}:"):
-                error.message = name + error.message.removeprefix(before)
-        raise
-
-
-def _query_name(names: Mapping[str, str], index: int) -> str:
-    """Return the name of the text that others are compared with, in the job of the prompt at `index`."""
-    if (paired := names.get(PAIRED_PROMPT)) is not None:
-        return f"{paired}[{index // 2}]"
-    return names.get(FIRST_PROMPT, QUERY)
-
-
-def _prompt_name(names: Mapping[str, str], index: int) -> str:
-    """Return the name of a prompt among several; `rename` then replaces `prompt` by the caller's name."""
-    if (first := names.get(FIRST_PROMPT)) is not None:
-        return first if index == 0 else f"prompt[{index - 1}]"
-    if (paired := names.get(PAIRED_PROMPT)) is not None:
-        return f"prompt[{index // 2}]" if index % 2 else f"{paired}[{index // 2}]"
-    return f"prompt[{index}]"
 
 
 # From the bytes of a body to its checked content.

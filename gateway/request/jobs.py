@@ -7,26 +7,24 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from penstock.contract.errors import InvariantError, NotFoundError, PenstockError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import rename
 from penstock.contract.sampling import MAX_TOKENS_LIMIT
-from penstock.contract.tasks import GENERATE, SCORE, Score, TextTask, Tokenize, Tokenized
+from penstock.contract.tasks import GENERATE, TextTask, Tokenize, Tokenized
 from penstock.contract.tenant import NO_LIMIT, Terms
 from penstock.gateway.kept.answer import AnswerKeep
-from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, GenerationRequest, naming_prompt
+from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.kept import facts_of
 from penstock.gateway.request_line import line_of_request
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.pool_choice import NOT_ABLE, choose_pool
 from penstock.producer.client.request import Prompt, job_key_of
 from penstock.producer.client.tasks import output_of
-from penstock.producer.client.text_jobs import TextJob, pair_jobs, score_jobs, text_jobs
 from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.text_bodies import naming_prompt, pool_for, text_jobs_of
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
 from penstock.runtime.event_loop import try_all
@@ -163,49 +161,6 @@ async def _named(
     return named
 
 
-# The texts of a request for an encoder share jobs.
-
-
-def pool_among(pools: Iterable[ServedPool], body: ParsedBody, *, hides_models: bool) -> ServedPool:
-    """Return the pool for a body among these. Raises what `choose_pool` raises."""
-    known, kinds = list(pools), _kinds_of(body)
-    chosen = partial(choose_pool, known, body.model or None, hides_models=hides_models)
-    try:
-        return chosen(kind=kinds[0])
-    except RequestError as error:
-        if error.code != NOT_ABLE or len(kinds) == 1:
-            raise
-    return chosen(kind=kinds[-1])
-
-
-def text_jobs_of(body: ParsedBody, record: PoolRecord) -> list[TextJob]:
-    """Return the jobs of a body with texts: by pairs, if the pool scores these and the body compares texts.
-
-    Raises RequestError for what is not a text.
-    """
-    task = body.task
-    if not isinstance(task, TextTask):
-        raise InvariantError("the body has no texts")
-    limit = record.texts_per_job
-    if is_scored(body, record):
-        score = Score(texts=("",), truncate_prompt_tokens=task.truncate_prompt_tokens)
-        if PAIRED_PROMPT in body.names:
-            return pair_jobs(body.prompts[::2], body.prompts[1::2], score)
-        return score_jobs(body.prompts[0], body.prompts[1:], score, limit, first=1)
-    return text_jobs(body.prompts, task, limit)
-
-
-def is_scored(body: ParsedBody, record: PoolRecord | None) -> bool:
-    """Return whether a pool answers a body by scores of pairs."""
-    return record is not None and SCORE in record.kinds and SCORE in _kinds_of(body)
-
-
-def _kinds_of(body: ParsedBody) -> tuple[str, ...]:
-    """Return the kinds of jobs that can answer a body, the best one first. Texts are compared by scores of pairs."""
-    kind = GENERATE if body.task is None else body.task.kind
-    return (SCORE, kind) if {FIRST_PROMPT, PAIRED_PROMPT} & body.names.keys() else (kind,)
-
-
 async def _submissions(
     client: AsyncClient, generation: GenerationRequest
 ) -> Iterable[tuple[int, Prompt, SubmitOptions]]:
@@ -213,16 +168,8 @@ async def _submissions(
     body = generation.body
     if not isinstance(body.task, TextTask):
         return ((number, prompt, generation.options_of(number)) for number, prompt in enumerate(body.prompts))
-    model, record = generation.options_of(0).get("model"), None
-    for kind in _kinds_of(body):
-        try:
-            record = await client.served_pool(model, kind=kind, hides_models=generation.hides_models)
-            break
-        except RequestError as error:
-            if error.code != NOT_ABLE or kind == _kinds_of(body)[-1]:
-                raise
-    if record is None:
-        raise InvariantError("no kind of job was tried")
+    model = generation.options_of(0).get("model")
+    record = await pool_for(client, body, model, hides_models=generation.hides_models)
     jobs = text_jobs_of(body, record)
     return ((job.first, job.prompt, {**generation.options_of(job.first), "task": job.task}) for job in jobs)
 

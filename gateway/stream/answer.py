@@ -28,8 +28,8 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.kept.answer import AnswerKeep, keep_of, record_of
 from penstock.gateway.metrics import GatewayMetrics, StreamMeter
-from penstock.gateway.request.generation import GenerationRequest, StreamPosition, naming_prompt
-from penstock.gateway.request.jobs import Keeping, check_logprobs, check_num_jobs, is_scored, open_jobs, pool_among
+from penstock.gateway.request.generation import GenerationRequest, StreamPosition
+from penstock.gateway.request.jobs import Keeping, check_logprobs, check_num_jobs, open_jobs
 from penstock.gateway.request.kept import generation_of_record
 from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.request_line import MAX_JOBS_SHOWN, line_of_request
@@ -61,6 +61,7 @@ from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import answer_format, require_tool_parser
 from penstock.producer.parsed_body import ParsedBody, RequestBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
+from penstock.producer.text_bodies import naming_prompt, pool_among, task_for
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.results import PackedResult
 from penstock.runtime.event_loop import LoopYielder
@@ -130,7 +131,7 @@ class AnswerPlan:
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
             hides = self.generation.hides_models
-            record = pool_among(self._pools.values(), body, hides_models=hides)
+            record = pool_among(self._pools.values(), body, body.model or None, hides_models=hides)
             check_num_jobs(body, self.generation.options.get("terms") or UNLIMITED, record)
             check_logprobs(body, record, self._max_logprobs)
             if has_tools:
@@ -169,7 +170,7 @@ class AnswerPlan:
         with contextlib.suppress(UnavailableError):
             known = await self._record_of(job.pool)
         body = self.generation.body
-        self._notice = "" if is_scored(body, known) else notice_of(known, body.task)
+        self._notice = notice_of(known, task_for(body, known))
         self._ignored = moved_names(body, known)
         if known is not None and known.reasoning_parser == "none" and body.params.reasoning_budget is not None:
             self._ignored = [*self._ignored, body.names.get("reasoning_budget", "reasoning_budget")]

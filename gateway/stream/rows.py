@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-
-from pydantic_core import to_json
+from typing import Any
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Usage
 from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
 from penstock.producer.openai.embeddings import list_tail
+from penstock.producer.openai.scores import list_head
 from penstock.queue.results import PackedOutput, PackedResult
 
 
@@ -26,7 +26,11 @@ class RowEncoder(WholeEncoder):
         """Yield the parts of the answer that follow from the texts of job `index`."""
         if result.output is None:
             raise InvariantError(f"the result of job {result.job_id} has no output")
-        for values in result.output.rows():
+        found = result.output.entities()
+        for entities in found:
+            yield self.entities_part(self.num_texts, entities, result.output)
+            self.num_texts += 1
+        for values in () if found else result.output.rows():
             yield from self.row_parts(self.num_texts, values, result.output)
             self.num_texts += 1
 
@@ -35,20 +39,14 @@ class RowEncoder(WholeEncoder):
         return list_tail(usages)
 
     @property
-    def model(self) -> bytes:
-        """The model's name as JSON."""
-        return to_json(self.answer.model)
-
-    @property
-    def id(self) -> bytes:
-        """The id of the first job as JSON."""
-        return to_json(self.answer.job_ids[0])
-
-    @property
     def list_head(self) -> bytes:
         """The part before the list of vLLM's answers."""
         created_s = self.answer.created_s
-        return b'{"id":%b,"object":"list","created":%d,"model":%b,"data":[' % (self.id, created_s, self.model)
+        return list_head(self.answer.job_ids[0], created_s, self.answer.model)
+
+    def entities_part(self, index: int, entities: list[dict[str, Any]], output: PackedOutput) -> bytes:
+        """Return the part of the answer that follows from what a model of token labels found in text `index`."""
+        raise InvariantError(f"this answer has no place for labels of tokens: {output.kind}")
 
     @abstractmethod
     def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:

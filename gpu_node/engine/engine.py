@@ -82,9 +82,8 @@ class Engine:
         config = EngineConfig.of(model, settings)
         served = self._served = ServedModel(config, progress or (lambda stage, fraction: None))
         config = served.config
-        self._name = config.model
-        self.tokenizer, self.texts = served.tokenizer, None
-        """The tokenizer, safe to call from any thread; and no texts that are computed whole, as an encoder has."""
+        self.tokenizer, self.texts, self.pairs = served.tokenizer, None, served.pairs
+        """The tokenizer, safe on any thread; no texts that are computed whole, as an encoder has; scores of pairs."""
         self.max_model_len = served.limits.max_model_len
         """Most tokens that prompt and output of one choice may have together."""
         self.max_num_seqs = config.max_num_seqs
@@ -108,6 +107,8 @@ class Engine:
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
         self._policy = new_scheduling_policy(config, self._adapter_slots)
         self._scheduler = Scheduler(self._memory, limits, self._times, policy=self._policy, drafts_of=drafts.drafts)
+        self.has_foreground = self._scheduler.background.has_foreground
+        self.note_foreground_beside = self._scheduler.background.note_foreground
         self._memory_trace = MemoryTrace(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}  # Keyed by id: id of a request.
         self._finished_usage: dict[str, Usage] = {}  # Keyed by id: id of a request.
@@ -124,7 +125,7 @@ class Engine:
         self.profiler = EngineProfiler(self._timings, self._runner)
 
     def __repr__(self) -> str:
-        return f"<Engine {self._name} max_model_len={self.max_model_len}>"
+        return f"<Engine {self._served.config.model} max_model_len={self.max_model_len}>"
 
     def generate(
         self, prompts: Prompt | Items[Prompt], params: Params = None, *, adapters: Adapters = None
@@ -494,7 +495,6 @@ class Engine:
 
     def _close(self, request: LiveRequest) -> Usage:
         """Close a request whose choices have all ended. Return its usage."""
-        request_id = request.asked.request_id
-        del self._requests[request_id]
+        del self._requests[(request_id := request.asked.request_id)]
         usage = self._finished_usage[request_id] = request.usage()
         return usage

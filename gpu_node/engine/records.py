@@ -11,7 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Choice, FirstChoice, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import EngineLoad
-from penstock.contract.tasks import Embed
+from penstock.contract.tasks import Embed, Score
 from penstock.gpu_node.engine.text.output import EndReason
 from penstock.gpu_node.engine.texts import PackedTexts, TextResults
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
@@ -60,6 +60,8 @@ class EngineRequest:
     """Whether outputs without tokens report how far the prompt is computed."""
     embed: Embed | None = None
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
+    score: Score | None = None
+    """Return the score of the pair in the prompt. `params` are then those of `Score.sampling`."""
     texts: PackedTexts | None = None
     """The texts of a job for an encoder, which has no use for a prompt."""
     begins_text: bool = False

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import RequestError
 from penstock.contract.output import TokenLogprobs, Usage
 from penstock.contract.sampling import SamplingParams
+from penstock.gpu_node.engine.pair_scores import ScoredPrompt
 from penstock.gpu_node.engine.prompt_tokens import prompt_records
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.sequence import PooledPrompt, PromptScores, Sequence
@@ -19,6 +20,7 @@ from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.output import ChoiceOutput, EndRule
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule, ReasoningState
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.engine.texts import TextResults
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, NO_LOGPROBS
 
 
@@ -77,6 +79,7 @@ class LiveChoice:
             prompt_logprobs=prompt_logprobs,
             embedding=self.request.embedding() if self.output.finish_reason == "stop" else b"",
             error=self.guide.failure if is_failed and self.guide is not None else None,
+            texts=self.request.scored() if self.output.finish_reason == "stop" else None,
         )
 
 
@@ -122,9 +125,7 @@ class LiveRequest:
         # A log has them before all tokens, so logged tokens prove that they were output.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
             self.prompt_scores = PromptScores(self.asked.prompt_token_ids, num_logprobs)
-        if self.asked.embed is not None:
-            num_tokens = len(self.asked.prompt_token_ids)
-            self.pooled = PooledPrompt(num_tokens, self.asked.embed, limits.default_pooling)
+        self.pooled = self._pooled(limits)
         # Converting a long tuple takes milliseconds of the engine's thread, copying an array microseconds.
         prompt = np.array(self.asked.prompt_token_ids, dtype=np.int32)
         if params.withholds_output:
@@ -147,6 +148,15 @@ class LiveRequest:
             beams = list(self.all_seqs)
             for seq in beams:
                 seq.beams = beams
+
+    def _pooled(self, limits: RequestLimits) -> PooledPrompt | None:
+        """Return what becomes of the hidden states of the prompt; None for a request for text."""
+        num_tokens = len(self.asked.prompt_token_ids)
+        if (wanted := self.asked.embed) is not None:
+            return PooledPrompt(num_tokens, wanted.pooling or limits.default_pooling, wanted.dimensions)
+        if self.asked.score is not None and limits.pairs is not None:
+            return ScoredPrompt(num_tokens, self.asked.score, limits.pairs)
+        return None
 
     def _reasoning_rule(self, limits: RequestLimits) -> ReasoningRule | None:
         rule, budget = self.asked.reasoning, self.asked.params.reasoning_budget
@@ -179,8 +189,13 @@ class LiveRequest:
 
     def embedding(self) -> bytes:
         """Return the prompt's embedding, or nothing if the request asks for none."""
-        vector = None if self.pooled is None else self.pooled.vector()
+        vector = None if self.pooled is None or self.asked.score is not None else self.pooled.vector()
         return b"" if vector is None else vector.tobytes()
+
+    def scored(self) -> TextResults | None:
+        """Return the score of the pair, or None if the request asks for none."""
+        vector = None if self.pooled is None or self.asked.score is None else self.pooled.vector()
+        return None if vector is None else TextResults("score", vector.tobytes(), (len(self.asked.prompt_token_ids),))
 
     def usage(self) -> Usage:
         """Return the token usage so far, over all choices; the prompt counts once."""

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter, L
 if TYPE_CHECKING:
     from penstock.contract.job import SamplingParams
     from penstock.contract.output import TokenLogprobs
-    from penstock.contract.tasks import Embed, Pooling
+    from penstock.contract.tasks import Pooling
 
 
 class PromptResults:
@@ -71,11 +71,10 @@ _ROWS_AT_ONCE = 256
 class PooledPrompt(PromptResults):
     """Pools the hidden states of one request's prompt to one vector."""
 
-    def __init__(self, num_tokens: int, wanted: Embed, default: Pooling) -> None:
-        """`default`: the pooling if the request asks for none."""
-        pooling = wanted.pooling or default
+    def __init__(self, num_tokens: int, pooling: Pooling, dimensions: int | None = None) -> None:
+        """`dimensions`: those of the vector that are kept; None: all."""
         super().__init__(num_tokens - 1 if pooling == "last" else 0, 1 if pooling == "cls" else num_tokens)
-        self._dimensions = wanted.dimensions
+        self._dimensions = dimensions
         self._sum: NDArray[np.float64] | None = None
 
     def add(self, first: int, rows: NDArray[np.float32]) -> None:
@@ -88,14 +87,18 @@ class PooledPrompt(PromptResults):
             # numpy adds rows one by one, so the sum does not depend on how steps and parts cut the prompt.
             self._sum = (part if self._sum is None else np.vstack((self._sum, part))).sum(axis=0)
 
+    def sums(self) -> NDArray[np.float64]:
+        """Return the sum of the pooled hidden states, [hidden_size]."""
+        if self._sum is None or not self.is_complete:
+            raise InvariantError(f"token {self.next_token} of a prompt is not pooled yet")
+        return self._sum
+
     def vector(self) -> NDArray[np.float32] | None:
         """Return the vector of length 1; None if the model computed NaN, infinity or only zeros.
 
         The mean and the sum have the same direction, so the sum is not divided.
         """
-        if self._sum is None or not self.is_complete:
-            raise InvariantError(f"token {self.next_token} of a prompt is not pooled yet")
-        kept = self._sum[: self._dimensions]
+        kept = self.sums()[: self._dimensions]
         length = float(np.sqrt(np.sum(kept * kept)))
         return (kept / length).astype("<f4") if 0 < length < np.inf else None
 

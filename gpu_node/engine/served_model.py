@@ -18,6 +18,7 @@ from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.config import EngineConfig, chat_template_of
+from penstock.gpu_node.engine.pair_scores import PairScores, pair_scores_of
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
@@ -131,10 +132,16 @@ class RequestLimits:
     max_num_seqs: int
     num_device_blocks: int
     block_size: int
+    pairs: PairScores | None = None
+    """How the model scores pairs; None if it does not."""
 
 
 def request_limits(
-    model: LoadedModel, eos_token_ids: frozenset[int], block_size: int, max_num_seqs: int
+    model: LoadedModel,
+    eos_token_ids: frozenset[int],
+    block_size: int,
+    max_num_seqs: int,
+    pairs: PairScores | None = None,
 ) -> RequestLimits:
     """Return the limits of a loaded model; `eos_token_ids` are the tokenizer's."""
     sizes = model.runner.cache_sizes
@@ -154,6 +161,7 @@ def request_limits(
         max_num_seqs=max_num_seqs,
         num_device_blocks=sizes.num_device_blocks,
         block_size=block_size,
+        pairs=pairs,
     )
 
 
@@ -294,11 +302,16 @@ class ServedModel:
         """... and the sampling of requests that do not set it, by the names of `SamplingParams`."""
         self.config = config
         """The config with what the model requires: fewer sequences if not all of their states fit."""
-        self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size, config.max_num_seqs)
+        self.pairs = pair_scores_of(config.model, self.model, self.tokenizer)
+        """How it scores pairs of texts; None if it does not."""
+        eos, sizes = self.tokenizer.eos_token_ids, (config.block_size, config.max_num_seqs)
+        self.limits = request_limits(self.model, eos, *sizes, self.pairs)
         self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     def capabilities(self) -> tuple[str, ...]:
         """Return what the model's files say it is good for. Raises ConfigError for a template that does not compile."""
+        if self.pairs is not None:
+            return ("score",)
         if self.model.is_embedder:
             return ("embed",)
         if not self.tokenizer.has_chat_template:

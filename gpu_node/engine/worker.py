@@ -12,7 +12,9 @@ from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.pair_scores import PairScores
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepLostError, StepOutput
+from penstock.gpu_node.engine.shared_cores import Gate
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.texts import TextEncoding
 from penstock.gpu_node.model.protocol import RankStats
@@ -40,6 +42,10 @@ class EngineLike(Protocol):
         """How whole texts are tokenized; None if the engine computes sequences. Safe to use on another thread."""
 
     @property
+    def pairs(self) -> PairScores | None:
+        """How a model that generates text scores pairs; None if it does not. Safe to use on another thread."""
+
+    @property
     def max_model_len(self) -> int:
         """Maximum tokens of prompt and output of a sequence."""
 
@@ -54,6 +60,12 @@ class EngineLike(Protocol):
     @property
     def background_due(self) -> bool:
         """Whether background work is below its share of the engine's time; safe on any thread."""
+
+    def has_foreground(self) -> bool:
+        """Return whether a caller waits for any of its requests. On the engine's thread."""
+
+    def note_foreground_beside(self) -> None:
+        """Note that another node on these cores has foreground work, so that steps stay short. On that thread."""
 
     def note_queued_background(self, is_queued: bool) -> None:
         """Note whether background work waits outside the engine; safe on any thread."""
@@ -123,8 +135,15 @@ class EngineWorker:
         engine: EngineLike,
         deliver: Callable[[list[StepOutput]], None],
         on_lost: Callable[[frozenset[str]], None] = lambda requests: None,
+        gate: Gate | None = None,
     ) -> None:
-        """on_lost: gets the requests of a step that was lost with a rank, before the ranks are started again."""
+        """on_lost: gets the requests of a step that was lost with a rank, before the ranks are started again.
+
+        gate: lets background work wait for other nodes of this host; None: it never does.
+        """
+        self._gate = gate
+        self.is_held = False
+        """Whether background work waits for another node of this host. Any thread may read it."""
         self._engine = engine
         self._deliver = deliver
         self._on_lost = on_lost
@@ -224,12 +243,14 @@ class EngineWorker:
                 self._run_commands()
                 self._engine.wait()
                 self._run_commands()  # Commands that arrived during a step take effect in the next one.
-                if self._may_step.is_set() and self._engine.has_work():
-                    outputs = self._step()
-                    if outputs:
-                        self._deliver(outputs)
-                else:
+                if not self._may_step.is_set() or not self._engine.has_work():
+                    if self._gate is not None:
+                        self._gate.idle()
                     self._wake.wait()
+                elif (pause_s := self._pause_s()) > 0:
+                    self._wake.wait(pause_s)
+                elif outputs := self._step():
+                    self._deliver(outputs)
                 self._wake.clear()
             self.stopped.set_result(None)
         except BaseException as error:
@@ -237,6 +258,16 @@ class EngineWorker:
                 log.critical("the engine died", extra={"reason": repr(error), "trail": self._engine.memory_trail()})
             finally:
                 self.stopped.set_exception(error)
+
+    def _pause_s(self) -> float:
+        """Return for how long the next step waits for another node of this host; 0: it does not."""
+        if self._gate is None:
+            return 0.0
+        pause_s = self._gate.pause_s(time.monotonic(), has_foreground=self._engine.has_foreground())
+        self.is_held = pause_s > 0
+        if self._gate.is_foreground_beside:
+            self._engine.note_foreground_beside()
+        return pause_s
 
     def _step(self) -> list[StepOutput]:
         """Run one step. Retry a failed one later, while the engine isolates the request that makes steps fail."""

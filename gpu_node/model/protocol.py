@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import (
@@ -489,3 +489,8 @@ class LoadedModel:
     arithmetic: str
     """Names the runner, its kernels and number formats: all that tokens depend on besides the model's files."""
     revision: str
+    head_rows: Callable[[Sequence[int]], NDArray[np.float32] | None] | None = None
+    """Returns the rows of the head for tokens, [tokens, hidden_size], whose products with hidden states are logits.
+
+    None for a head whose rows cannot be read, or whose logits are no such products.
+    """

@@ -52,7 +52,7 @@ class EngineWatch:
         if (answer := await self._answer()) is not None:
             self.stats = answer
         self.lost_ranks = self._worker.ranks.lost
-        may_step = not self._worker.is_paused
+        may_step = not (self._worker.is_paused or self._worker.is_held)
         self._watchdog.look(answer, may_step=may_step, now_s=time.monotonic(), starts_ranks=bool(self.lost_ranks))
         if self.stats is None:
             # Logged here, because joining retries silently on UnavailableError, as while Redis is unavailable.

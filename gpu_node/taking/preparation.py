@@ -20,6 +20,7 @@ from penstock.contract.tasks import (
     DECODER_KINDS,
     MAX_OUTPUT_BYTES,
     MAX_TASK_TOKENS,
+    QUERY,
     Classify,
     Detokenize,
     Embed,
@@ -28,10 +29,11 @@ from penstock.contract.tasks import (
     Tokenize,
 )
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
+from penstock.gpu_node.engine.pair_scores import PairScores
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
-from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS, TokenizerFailedError, spans_of
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.texts import PackedTexts, TextEncoding
@@ -76,6 +78,7 @@ def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len:
 def _tokenized(
     tokenizer: Tokenizer, request: Request, task: Tokenize, tenant: str, max_model_len: int, now: datetime
 ) -> bytes:
+    spans: list[tuple[int, int] | None] | None = None
     if request.messages is not None:
         variables = request.chat_template_kwargs
         if not task.add_generation_prompt:
@@ -90,6 +93,8 @@ def _tokenized(
         )
     else:
         token_ids = tokenizer.encode(request.prompt or "", framed=task.add_special_tokens is not False)
+        if task.return_spans:
+            spans = spans_of(tokenizer.backend, request.prompt or "", framed=task.add_special_tokens is not False)
     if len(token_ids) > MAX_TASK_TOKENS:
         message = f"prompt has {len(token_ids)} tokens; the limit of this task is {MAX_TASK_TOKENS}"
         raise RequestError(message, param="prompt")
@@ -100,6 +105,7 @@ def _tokenized(
         max_model_len,
         token_ids if task.return_tokens else None,
         strs if task.return_token_strs else None,
+        spans,
     )
 
 
@@ -141,7 +147,7 @@ class JobPreparation:
         broker: NodeBroker,
         held_jobs: HeldJobs,
         worker: EngineWorker,
-        tokenizers: tuple[Tokenizer, TextEncoding | None],
+        tokenizers: tuple[Tokenizer, TextEncoding | None, PairScores | None],
         reports: JobReports,
         outbox: Outbox,
         load_shedder: LoadShedder,
@@ -150,7 +156,7 @@ class JobPreparation:
         self._broker = broker
         self._held_jobs = held_jobs
         self._worker = worker
-        self._tokenizer, self._texts = tokenizers
+        self._tokenizer, self._texts, self._pairs = tokenizers
         self._reports = reports
         self._outbox = outbox
         self._load_shedder = load_shedder
@@ -332,6 +338,10 @@ class JobPreparation:
     def _encode_now(self, job: HeldJob, request: Request) -> list[int] | PackedTexts:
         if self._texts is not None:
             return _packed_texts(self._texts, request)
+        if isinstance(request.task, Score) and self._pairs is not None and len(request.task.texts) == 1:
+            if request.prompt is None:
+                raise RequestError(f"{QUERY}: must be a text, not token ids", param=QUERY)
+            return self._pairs.encode(self._tokenizer, request.task, request.prompt, self._held_jobs.max_model_len - 1)
         if isinstance(request.task, TextTask) and (request.task.texts or request.task.kind not in DECODER_KINDS):
             raise UnsupportedKindError(f"this model generates text: it cannot {request.task.kind} texts together")
         if isinstance(request.task, Embed) and request.task.prompt_name is not None:
@@ -393,6 +403,7 @@ class JobPreparation:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
+                score=request.task if isinstance(request.task, Score) and self._pairs is not None else None,
                 texts=encoded if isinstance(encoded, PackedTexts) else None,
                 begins_text=begins_text,
                 reasoning=self._reasoning_of(request),
@@ -447,7 +458,10 @@ def _encode(tokenizer: Tokenizer, request: Request, tenant: str, job_id: str, ma
 
     Raises PromptTooLongError for a chat that certainly has more than `max_tokens` tokens; None: no limit.
     """
-    return truncated(_encode_whole(tokenizer, request, tenant, job_id, max_tokens), request.params)
+    whole = _encode_whole(tokenizer, request, tenant, job_id, max_tokens)
+    if isinstance(request.task, TextTask) and request.task.truncation_side == "right":
+        return whole[: request.task.truncate_prompt_tokens]
+    return truncated(whole, request.params)
 
 
 def _encode_whole(

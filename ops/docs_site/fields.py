@@ -28,6 +28,7 @@ IGNORED = "ignored"
 """An unknown field of a record that accepts unknown fields, and lists them in a header of the answer."""
 BODIES, TEXTS = "Fields of the body", "Fields of a body with texts to embed"
 ANTHROPIC, TOKENS = "Fields of Anthropic's bodies", "Fields of a body about tokens"
+TEI = "Fields of text-embeddings-inference's bodies"
 JOB, PARAMS = "Fields of a job", "Fields of a job's `params`"
 STREAM_OPTIONS, MESSAGE = "Fields of `stream_options`", "Fields of a message"
 _PATHS = {
@@ -36,7 +37,8 @@ _PATHS = {
     JOB: ("/v1/jobs",),
     PARAMS: (),
     TOKENS: ("/tokenize", "/detokenize"),
-    TEXTS: ("/v1/embeddings", "/rerank", "/score", "/classify"),
+    TEXTS: ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/pooling"),
+    TEI: ("/embed", "/predict", "/similarity", "/"),
     STREAM_OPTIONS: (),
     MESSAGE: (),
 }
@@ -105,7 +107,7 @@ def tables() -> str:
 def values() -> dict[str, str]:
     """Map each sampling option and each choice of a body to the values that it accepts."""
     found: dict[str, str] = {}
-    for title in (BODIES, ANTHROPIC, JOB, TOKENS, TEXTS):
+    for title in (BODIES, ANTHROPIC, JOB, TOKENS, TEXTS, TEI):
         for schema in _columns()[title].values():
             for name, field in _fields_of(schema).items():
                 if effect_of(schema, name) != HONORED:

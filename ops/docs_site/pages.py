@@ -28,6 +28,7 @@ NAV: Nav = {
         "Tutorial": "docs/tutorial.md",
         "Run a chat application": "docs/howto/chat_app.md",
         "Run a batch every night": "docs/howto/nightly_batch.md",
+        "Search a folder": "docs/howto/search.md",
         "Build flows of jobs": "docs/howto/flows.md",
         "Use your own Celery app": "docs/howto/celery_shop.md",
         "In a FastAPI app": "docs/howto/fastapi.md",

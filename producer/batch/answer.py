@@ -22,7 +22,7 @@ from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
-from penstock.contract.tasks import TextTask
+from penstock.contract.tasks import GENERATE, Score, TextTask
 from penstock.producer.batch.endpoints import ENDPOINTS, AnsweredRow
 from penstock.producer.batch.records import RowTerms
 from penstock.producer.client import AsyncJob
@@ -30,6 +30,7 @@ from penstock.producer.client.pool_choice import choose_pool
 from penstock.producer.client.request import Prompt, require_tool_parser
 from penstock.producer.client.text_jobs import TextJob, text_jobs
 from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.text_bodies import naming_prompt, pool_among, task_for, text_jobs_of
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import WireError
 from penstock.runtime.event_loop import try_all
@@ -101,14 +102,19 @@ async def _ask(
     if request.tool_use.tools is not None:
         # A model whose calls cannot be recognized must not spend tokens on them.
         with suppress(NotFoundError, UnavailableError):
-            require_tool_parser(choose_pool((await client.pools()).values(), model))
+            require_tool_parser(choose_pool((await client.pools()).values(), model, kind=GENERATE))
     jobs = list[AsyncJob]()
-    for one in await _jobs_of(client, request, model):
-        options["idempotency_key"] = f"{key}:{one.first}" if one.first else key
+    asked = await _jobs_of(client, request, model)
+    for number, one in enumerate(asked):
+        options["idempotency_key"] = f"{key}:{one.first}" if number else key
         options["task"] = one.task
-        jobs.append(await client.submit(one.prompt, **options))
+        with naming_prompt(request, one.first):
+            jobs.append(await client.submit(one.prompt, **options))
         on_submit(jobs[-1])
-    results = [await _result_of(job) for job in jobs]
+    results = list[Result]()
+    for job, one in zip(jobs, asked, strict=True):
+        with naming_prompt(request, one.first):
+            results.append(await _result_of(job))
     # The record may be gone by now.
     first, record = jobs[0], (await client.pools()).get(jobs[0].pool)
     name = model or (record.model if record else first.pool)
@@ -117,18 +123,22 @@ async def _ask(
         body = ENDPOINTS[request.options["url"]].answer_of(answered)
     # The caller frees the first job's result, which alone it knows.
     await try_all([job.ack for job in jobs[1:]])
-    notice = None if request.task is None else notice_of(record, request.task)
+    notice = None if request.task is None else notice_of(record, task_for(request, record))
     # Of a job whose output was refused, the result is that of its last attempt.
     return results[0].job_id, body | {"notice": notice} if notice else body
 
 
 async def _jobs_of(client: Submitter, request: ParsedBody, model: str | None) -> list[TextJob]:
     """Return the jobs of a row: one for each prompt, but for an encoder one for up to 64 texts."""
-    limit = 1
-    if isinstance(request.task, TextTask) and len(request.prompts) > 1:
+    if isinstance(request.task, TextTask) and (len(request.prompts) > 1 or request.other_tasks):
+        record = None
         with suppress(NotFoundError, UnavailableError):
-            limit = choose_pool((await client.pools()).values(), model, kind=request.task.kind).texts_per_job
-    return text_jobs(request.prompts, request.task, limit)
+            record = pool_among((await client.pools()).values(), request, model, hides_models=False)
+        if record is None and isinstance(request.task, Score):
+            raise UnavailableError("no model that can compare texts is served now", code="no_node")
+        if record is not None:
+            return text_jobs_of(request, record)
+    return text_jobs(request.prompts, request.task, 1)
 
 
 async def _result_of(job: AsyncJob) -> Result:

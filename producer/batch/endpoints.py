@@ -19,13 +19,26 @@ from penstock.contract.fields import BATCH_ROWS, Wire, given_options, only, with
 from penstock.contract.job import QueueFields, QueueOptions
 from penstock.contract.output import Result
 from penstock.contract.pool import PoolRecord
+from penstock.contract.tasks import GENERATE, SCORE, TextRows
 from penstock.producer.anthropic.bodies import SHOWS_THINKING, MessageBody
 from penstock.producer.anthropic.message import WholeMessage
 from penstock.producer.client.request import answer_format, with_defaults
-from penstock.producer.client.text_calls import embeddings_of
+from penstock.producer.client.text_calls import embeddings_of, scores_of, similarity_of
 from penstock.producer.openai.bodies import ECHO_ALONE, ChatBody, CompletionBody
 from penstock.producer.openai.embeddings import EmbeddingFields, embedding_parts, embeddings_head, list_tail
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
+from penstock.producer.openai.scores import (
+    ClassifyFields,
+    RerankFields,
+    ScoreFields,
+    entity_part,
+    label_parts,
+    list_head,
+    ranked_parts,
+    rerank_head,
+    score_part,
+    shown_entity,
+)
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.parsing.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.responses.answer import (
@@ -46,6 +59,9 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 RESPONSES_URL = "/v1/responses"
+RERANK_URL = "/v1/rerank"
+SCORE_URL = "/v1/score"
+CLASSIFY_URL = "/v1/classify"
 
 
 if TYPE_CHECKING:
@@ -99,6 +115,24 @@ class MessageRow(MessageBody, QueuedRow):
 
 class EmbeddingRow(QueuedRow, EmbeddingFields):
     """A body of `/v1/embeddings`."""
+
+    channel: Annotated[Any, only(None, False)] = None
+
+
+class RerankRow(QueuedRow, RerankFields):
+    """A body of `/v1/rerank`."""
+
+    channel: Annotated[Any, only(None, False)] = None
+
+
+class ScoreRow(QueuedRow, ScoreFields):
+    """A body of `/v1/score`."""
+
+    channel: Annotated[Any, only(None, False)] = None
+
+
+class ClassifyRow(QueuedRow, ClassifyFields):
+    """A body of `/v1/classify`."""
 
     channel: Annotated[Any, only(None, False)] = None
 
@@ -203,7 +237,52 @@ def _embeddings(row: AnsweredRow) -> dict[str, Any]:
     for index, embedding in enumerate(found):
         values = array("f", embedding.values)
         parts += embedding_parts(index, values, as_base64=row.request.options["base64"])
-    return _joined(*parts, list_tail([result.usage for result in row.results]))
+    return _joined(*parts, _usage_of(row))
+
+
+def _rerank(row: AnsweredRow) -> dict[str, Any]:
+    options, documents = row.request.options, cast("list[str]", [*row.request.prompts[1:]])
+    ranked = ranked_parts(_scores_of(row), documents if options["has_documents"] else None, options["top_n"])
+    return _joined(rerank_head(row.results[0].job_id, row.model), *ranked, _usage_of(row))
+
+
+def _score(row: AnsweredRow) -> dict[str, Any]:
+    return _joined(_list_head(row), *(score_part(*one) for one in enumerate(_scores_of(row))), _usage_of(row))
+
+
+def _scores_of(row: AnsweredRow) -> list[float]:
+    """Return the scores of pairs of a row's texts: those that a model gave, or else of their embeddings."""
+    outputs = [result.output for result in row.results]
+    if all(isinstance(output, TextRows) and output.kind == SCORE for output in outputs):
+        return [score for output in outputs for score in scores_of(output)]
+    vectors = [embedding.values for output in outputs for embedding in embeddings_of(output)]
+    firsts, seconds = vectors[:1] * (len(vectors) - 1), vectors[1:]
+    if row.request.options.get("pairs"):
+        firsts, seconds = vectors[::2], vectors[1::2]
+    kind = "cosine" if row.record is None else row.record.similarity
+    return [similarity_of(first, second, kind) for first, second in zip(firsts, seconds, strict=True)]
+
+
+def _classify(row: AnsweredRow) -> dict[str, Any]:
+    parts, at = [_list_head(row)], 0
+    for result in row.results:
+        output = cast("TextRows", result.output)
+        for found in output.entities:
+            parts.append(entity_part(at, [shown_entity(one) for one in found], len(output.labels)))
+            at += 1
+        for values in () if output.entities else output.rows:
+            parts += label_parts(at, array("f", values), output.labels)
+            at += 1
+    return _joined(*parts, _usage_of(row))
+
+
+def _list_head(row: AnsweredRow) -> bytes:
+    first = row.results[0]
+    return list_head(first.job_id, first.submitted_ms // 1000, row.model)
+
+
+def _usage_of(row: AnsweredRow) -> bytes:
+    return list_tail([result.usage for result in row.results])
 
 
 def _joined(*parts: bytes) -> dict[str, Any]:
@@ -218,14 +297,19 @@ class RowEndpoint:
     schema: type[QueuedRow]
     answer_of: Callable[[AnsweredRow], dict[str, Any]]
     """Returns the answer over HTTP. The same results always give the same object."""
+    kinds: tuple[str, ...] = (GENERATE,)
+    """The kinds of jobs that can answer them, the best one first."""
     texts_field: str = ""
-    """The field with a row's texts, where each text becomes a job."""
+    """The field with a row's texts, where each text becomes a job, or each few texts."""
 
 
 ENDPOINTS = {
     CHAT_URL: RowEndpoint(ChatRow, _chat),
     COMPLETIONS_URL: RowEndpoint(CompletionRow, _completion),
-    EMBEDDINGS_URL: RowEndpoint(EmbeddingRow, _embeddings, "input"),
+    EMBEDDINGS_URL: RowEndpoint(EmbeddingRow, _embeddings, ("embed",), "input"),
+    RERANK_URL: RowEndpoint(RerankRow, _rerank, (SCORE, "embed"), "documents"),
+    SCORE_URL: RowEndpoint(ScoreRow, _score, (SCORE, "embed"), "text_2"),
+    CLASSIFY_URL: RowEndpoint(ClassifyRow, _classify, ("classify",), "input"),
     RESPONSES_URL: RowEndpoint(ResponseRow, _response),
     MESSAGES_ENDPOINT: RowEndpoint(MessageRow, _message),
 }

@@ -26,6 +26,8 @@ _DOING: Mapping[str, str] = {
     "classify": "classify texts",
 }
 """What a model does for jobs of a kind, in words for an error."""
+_USES: Mapping[str, tuple[str, ...]] = {GENERATE: ("chat", "completion")}
+"""The uses among `PoolRecord.capabilities` that a kind of jobs serves, where they are not the kind itself."""
 
 
 def choose_pool(
@@ -40,10 +42,11 @@ def choose_pool(
 ) -> ServedPool:
     """Return a pool that serves `model`, or an adapter of that name; without a model, the only served one.
 
-    Of several pools for one model, `job_id` names one. Otherwise the one of the highest rank for `key` is chosen, so
-    that simultaneous submissions with one key meet; without a key, one is drawn at random. A pool without a live node
-    is returned only if no other fits: its nodes may return soon, and the model is known. With `hides_models`, errors do
-    not list what is served.
+    Without a model, a pool that was made for the kind goes before one that can run it all the same: any model that
+    generates text can embed. Of several pools for one model, `job_id` names one. Otherwise the one of the highest rank
+    for `key` is chosen, so that simultaneous submissions with one key meet; without a key, one is drawn at random. A
+    pool without a live node is returned only if no other fits: its nodes may return soon, and the model is known. With
+    `hides_models`, errors do not list what is served.
 
     Raises what `fitting_pools` raises, and RequestError if `model` is necessary and missing. Raises
     ProtocolVersionError if the model's only pools have another protocol version.
@@ -52,7 +55,9 @@ def choose_pool(
     fitting = fitting_pools(known, model, job_id, adapter=adapter, kind=kind, hides_models=hides_models)
     served = _live_or_all(fitting)
     if model is None and len({pool.model for pool in served}) > 1:
-        listed = "" if hides_models else _served_names(fitting)
+        served = [pool for pool in served if kind is not None and is_made_for(pool, kind)] or served
+    if model is None and len({pool.model for pool in served}) > 1:
+        listed = "" if hides_models else _served_names(served)
         raise RequestError(f"model must be named{listed}", param="model")
     chosen = random.choice(served) if key is None else max(served, key=lambda pool: key.rank_of(pool.pool))
     if chosen.protocol_version != PROTOCOL_VERSION:
@@ -111,6 +116,12 @@ def _able_of(
     named = f"; models that can: {', '.join(others) or 'none'}" if not hides_models else ""
     asked = "no served model can" if model is None else f"model {model!r} cannot"
     raise RequestError(f"{asked} {_DOING.get(kind, kind)}{named}", code=NOT_ABLE, param="model")
+
+
+def is_made_for(pool: PoolRecord, kind: str) -> bool:
+    """Return whether a pool's nodes run jobs of a kind, and its model's files claim such a use."""
+    claimed = pool.capabilities
+    return kind in pool.kinds and (not claimed or any(use in claimed for use in _USES.get(kind, (kind,))))
 
 
 def _served_names(pools: list[ServedPool], *, models: bool = True) -> str:

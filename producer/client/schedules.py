@@ -30,6 +30,7 @@ from penstock.contract.schedule import (
     Timing,
     new_schedule_id,
 )
+from penstock.contract.tasks import GENERATE
 from penstock.contract.tenant import Terms
 from penstock.producer.client.pools import naming_pool
 from penstock.producer.client.request import Prompt, built_job
@@ -82,7 +83,12 @@ class FindsPools(Protocol):
     """Finds the pool of a job, as a submission does."""
 
     async def __call__(
-        self, model: str | None = None, *, adapter: str | None = None, hides_models: bool = False
+        self,
+        model: str | None = None,
+        *,
+        adapter: str | None = None,
+        kind: str | None = None,
+        hides_models: bool = False,
     ) -> ServedPool: ...
 
 
@@ -233,7 +239,9 @@ class Schedules:
     async def _built(self, prompt: Prompt, options: SubmitOptions) -> tuple[JobDef, str]:
         """Check a job as a submission does. Return it with the name of its model."""
         model, adapter = options.get("model"), options.get("adapter")
-        record = await self._served_pool(model, adapter=adapter, hides_models=options.get("hides_models", False))
+        task, hides = options.get("task"), options.get("hides_models", False)
+        kind = GENERATE if task is None else task.kind
+        record = await self._served_pool(model, adapter=adapter, kind=kind, hides_models=hides)
         with naming_pool(record.pool):
             job = await built_job(prompt, options, record, self._tenant)
             estimate_cost(job, record)

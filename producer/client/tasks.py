@@ -12,7 +12,19 @@ from penstock.contract.job import SubmitOptions, TaskQueueOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import ClassName, Priority
 from penstock.contract.problems import request_error
-from penstock.contract.tasks import Classify, Detokenize, Embed, Pooling, Score, Task, TaskOptions, TaskOutput, Tokenize
+from penstock.contract.tasks import (
+    Classify,
+    Detokenize,
+    Embed,
+    InputType,
+    Pooling,
+    Score,
+    Task,
+    TaskOptions,
+    TaskOutput,
+    Tokenize,
+    TruncationSide,
+)
 from penstock.contract.tenant import Terms
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
@@ -42,13 +54,15 @@ class TokenizeOptions(CountOptions, total=False):
 
 
 class EmbedOptions(TaskCallOptions, total=False):
-    """Keyword arguments of `embed`. `Embed` describes the first five, `SubmitOptions` the last one."""
+    """Keyword arguments of `embed`. `Embed` describes the first seven, `SubmitOptions` the last one."""
 
     pooling: Pooling | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide | None
     prompt_name: str | None
     normalize: bool | None
+    input_type: InputType | None
     adapter: str | None
 
 
@@ -57,17 +71,20 @@ class ClassifyOptions(TaskCallOptions, total=False):
 
     raw: bool
     truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide | None
 
 
 class RerankOptions(TaskCallOptions, total=False):
     """Keyword arguments of `rerank`.
 
     top_n: how many of the best documents to return; None: all.
-    truncate_prompt_tokens: as `Score` describes it.
+    truncate_prompt_tokens, truncation_side, raw: as `Score` describes them.
     """
 
     top_n: int | None
     truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide | None
+    raw: bool | None
 
 
 def submit_tokenize(options: TokenizeOptions | CountOptions, *, return_tokens: bool) -> SubmitOptions:

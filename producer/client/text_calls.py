@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Awaitable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from operator import mul, sub
 from typing import Any, Protocol, cast
 
@@ -25,6 +26,9 @@ from penstock.producer.client.tasks import (
     submit_score,
 )
 from penstock.producer.client.text_jobs import TextJob, score_jobs, text_jobs
+
+NUMBERED = re.compile(r"prompt\[(\d+)\]")
+"""How a node names one of several texts of a job."""
 
 
 class ServedPools(Protocol):
@@ -78,10 +82,13 @@ class TextCalls:
         if record is not None and "score" in record.kinds:
             wanted = cast("dict[str, Any]", submit_score(of_jobs))
             task: Score = wanted.pop("task")
-            outputs = await self._outputs(score_jobs(query, documents, task, record.texts_per_job), wanted)
-            scores = [row[0] for output in outputs for row in _rows_of(output).rows]
+            with _naming_documents(0):
+                outputs = await self._outputs(score_jobs(query, documents, task, record.texts_per_job), wanted)
+            scores = [score for output in outputs for score in scores_of(output)]
         else:
-            first, *others = await self.embed([query, *documents], cast("EmbedOptions", of_jobs))
+            of_jobs.pop("raw", None)
+            with _naming_documents(1):
+                first, *others = await self.embed([query, *documents], cast("EmbedOptions", of_jobs))
             kind = "cosine" if record is None else record.similarity
             scores = [similarity_of(first.values, other.values, kind) for other in others]
         order = sorted(range(len(scores)), key=lambda at: -scores[at])
@@ -125,6 +132,11 @@ def embeddings_of(output: TaskOutput | None) -> list[Embedding]:
     return [Embedding(row, num_tokens) for row, num_tokens in zip(found.rows, found.num_tokens, strict=True)]
 
 
+def scores_of(output: TaskOutput | None) -> list[float]:
+    """Return the scores of pairs that a job's output has."""
+    return [row[0] for row in _rows_of(output).rows]
+
+
 def classifications_of(output: TaskOutput) -> list[Classification]:
     """Return what a job's output says of each text."""
     found = _rows_of(output)
@@ -158,6 +170,20 @@ def _rows_of(output: TaskOutput | None) -> TextRows:
     if not isinstance(output, TextRows):
         raise InvariantError(f"the output of a job is a {type(output).__name__}, not rows of texts")
     return output
+
+
+@contextmanager
+def _naming_documents(num_before: int) -> Iterator[None]:
+    """Let an error that names one of several texts name the document. `num_before`: the texts before the documents."""
+    try:
+        yield
+    except PenstockError as error:
+        if (found := NUMBERED.fullmatch(before := error.param or "")) is not None:
+            at = int(found[1]) - num_before
+            error.param = "query" if at < 0 else f"documents[{at}]"
+            if error.message.startswith(before):
+                error.message = error.param + error.message.removeprefix(before)
+        raise
 
 
 def _require_list(texts: object, name: str) -> None:

@@ -8,13 +8,21 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, PlainValidator
+from pydantic import AliasChoices, ConfigDict, Field, PlainValidator
 from pydantic_core import to_json
 
 from penstock.contract.fields import WHOLE_NUMBER, Hint, Whole, Wire, only
 from penstock.contract.output import Usage
 from penstock.contract.sampling import SamplingParams
-from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, PromptName, TruncatedTokens
+from penstock.contract.tasks import (
+    MAX_DIMENSIONS,
+    Embed,
+    InputType,
+    Pooling,
+    PromptName,
+    TruncatedTokens,
+    TruncationSide,
+)
 from penstock.contract.tools import NO_TOOLS, ToolUse
 from penstock.producer.openai.bodies import prompts_of
 
@@ -54,9 +62,15 @@ class TextFields(TaskFields):
     truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
     """Keep only that many of a text's tokens; -1: as many as the model's context takes. A model that generates text
     keeps the last ones, an encoder the first ones with the marks around the text. Default: a longer text is refused."""
+    truncation_side: TruncationSide | None = None
+    """The end of a text that is cut off. Default: `right` for an encoder, `left` for a model that generates text."""
     user: Hint = None
     add_special_tokens: Annotated[Any, only(None, True)] = None
     mm_processor_kwargs: Annotated[Any, only(None, {})] = None
+
+    def cut(self) -> dict[str, Any]:
+        """Return the options of the task that say how to shorten a long text."""
+        return {"truncate_prompt_tokens": self.truncate_prompt_tokens, "truncation_side": self.truncation_side}
 
 
 class EmbedFields(TextFields):
@@ -67,13 +81,10 @@ class EmbedFields(TextFields):
     Default: what the model's files say, or else `mean`."""
     prompt_name: PromptName | None = None
     """Put the model's prompt of this name before each text; only encoders have prompts. Default: the model's own."""
-    truncation_side: Annotated[Any, only(None, "left")] = None
 
-    def task(self) -> Embed:
-        """Return what the job does with each text."""
-        return Embed(
-            pooling=self.pooling, prompt_name=self.prompt_name, truncate_prompt_tokens=self.truncate_prompt_tokens
-        )
+    def embed(self) -> Embed:
+        """Return the embedding of each text."""
+        return Embed(pooling=self.pooling, prompt_name=self.prompt_name, **self.cut())
 
 
 def _inputs_of(value: object) -> list[str | list[int]]:
@@ -87,7 +98,7 @@ Inputs: TypeAlias = Annotated[list[str | list[int]], PlainValidator(_inputs_of, 
 class EmbeddingFields(EmbedFields):
     """The fields of a `/v1/embeddings` body."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, populate_by_name=True)
 
     input: Inputs
     """A text, a list of token ids, or a list of either."""
@@ -97,6 +108,9 @@ class EmbeddingFields(EmbedFields):
     """Keep only the first dimensions, and normalize again. Useful only if the model was trained for it."""
     normalize: bool | None = None
     """Whether vectors have length 1; only encoders may leave it out. Default: as the model's files say."""
+    input_type: Annotated[InputType | None, Field(validation_alias=AliasChoices("input_type", "task"))] = None
+    """What the texts are for, in the words of Cohere or Jina, such as `search_query`. An encoder puts its prompt for
+    that before each text, if it has one."""
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
@@ -108,7 +122,8 @@ class EmbeddingFields(EmbedFields):
 
     def task(self) -> Embed:
         """Return what the job does with each text."""
-        return super().task().model_copy(update={"dimensions": self.dimensions, "normalize": self.normalize})
+        told = {"dimensions": self.dimensions, "normalize": self.normalize, "input_type": self.input_type}
+        return self.embed().model_copy(update=told)
 
     def options(self) -> dict[str, Any]:
         """Return the encoding of the answer."""
@@ -126,13 +141,18 @@ def embeddings_head(model: str) -> bytes:
 def embedding_parts(index: int, values: array[float], *, as_base64: bool) -> Iterator[bytes]:
     """Yield the JSON of one text's embedding."""
     yield b'%b{"object":"embedding","index":%d,"embedding":' % (b"," if index else b"", index)
-    if as_base64:
-        if sys.byteorder == "big":
-            values.byteswap()
-        yield b'"%b"' % base64.b64encode(values.tobytes())
-    else:
-        yield from numbers_of(values)
+    yield from vector_parts(values, as_base64=as_base64)
     yield b"}"
+
+
+def vector_parts(values: array[float], *, as_base64: bool) -> Iterator[bytes]:
+    """Yield the JSON of a vector: an array of numbers, or the bytes of these."""
+    if not as_base64:
+        yield from numbers_of(values)
+        return
+    if sys.byteorder == "big":
+        values.byteswap()
+    yield b'"%b"' % base64.b64encode(values.tobytes())
 
 
 def list_tail(usages: Sequence[Usage | None]) -> bytes:

@@ -7,7 +7,7 @@ has, and their results.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
@@ -18,7 +18,7 @@ from penstock.producer.batch.lines import InputCheck, InputLimits, InputRow, che
 from penstock.producer.batch.records import RowTerms
 from penstock.producer.batch.run import RowRun
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.pool_choice import choose_pool
+from penstock.producer.client.pool_choice import NOT_ABLE, choose_pool
 from penstock.producer.files.service import Files
 from penstock.producer.flows.graph import FlowGraph
 from penstock.producer.stored_batches.flow_rows import FlowRows
@@ -31,6 +31,7 @@ from penstock.producer.stored_batches.row_client import (
     require_lease,
 )
 from penstock.producer.stored_batches.stored_rows import BatchWindow, StoredRows
+from penstock.queue.broker.producer import ServedPool
 from penstock.queue.files.batch import CANCELLED_ROW, EXPIRED_ROW, BatchLease, BatchRecord, RowProblem, is_of_messages
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import BATCH_OUTPUT, MESSAGE_RESULTS, object_of
@@ -198,13 +199,24 @@ class StoredBatchRun:
         for name, line in found.models.items():
             try:
                 model = name if key is None else key.model_of(name)
-                choose_pool(pools, model or None, hides_models=key is not None and bool(key.models))
+                self._require_pool(pools, model or None, hides_models=key is not None and bool(key.models))
             except RequestError as error:
                 problems.append(RowProblem(error.code, error.message, line, "model"))
             except UnavailableError:
                 # The model is known, and its nodes may return.
                 continue
         return problems
+
+    def _require_pool(self, pools: Iterable[ServedPool], model: str | None, *, hides_models: bool) -> None:
+        """Raise what `choose_pool` raises if no pool can answer the rows of a model. Rows of a flow differ in kind."""
+        kinds: Sequence[str | None] = (None,) if self._batch.is_flow else ENDPOINTS[self._batch.spec.endpoint].kinds
+        for kind in kinds:
+            try:
+                choose_pool(pools, model, kind=kind, hides_models=hides_models)
+                return
+            except RequestError as error:
+                if error.code != NOT_ABLE or kind == kinds[-1]:
+                    raise
 
     # The end before all rows are answered.
 

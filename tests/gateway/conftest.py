@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
@@ -63,6 +64,17 @@ class ByteTokenizer:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
         self.last_template_kwargs: str | None = None
         self.last_framed: bool | None = None
+
+    @property
+    def backend(self) -> ByteTokenizer:
+        return self
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
+        lengths = [len(text.encode()) for text in texts]
+        return [
+            SimpleNamespace(offsets=[(at, at + 1) for at in range(length)], special_tokens_mask=[0] * length)
+            for length in lengths
+        ]
 
     def reasoning_rule(self, template_kwargs: str | None) -> ReasoningRule:
         """Return that each answer in a chat may reason in the usual marks."""
@@ -126,6 +138,7 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.tokenizer, self.texts = ByteTokenizer(), None
+        self.pairs = None
         self.max_model_len = MAX_MODEL_LEN
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"
@@ -151,6 +164,12 @@ class EchoEngine:
         return ()
 
     def note_queued_background(self, is_queued: bool) -> None:
+        pass
+
+    def has_foreground(self) -> bool:
+        return bool(self._live)
+
+    def note_foreground_beside(self) -> None:
         pass
 
     def add(self, request: EngineRequest) -> None:

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from penstock.gateway.http.entry import scopes_for
+from penstock.gateway.http.entry import READING_METHODS, scopes_for
 from penstock.gateway.route_doc import EXAMPLE_MODEL, TEXT, RouteDoc, object_of
 from penstock.gateway.stream.writer import EVENT_STREAM, NDJSON
 from penstock.producer.parsed_body import RequestBody
@@ -75,7 +75,7 @@ def document_of(
             paths.setdefault(route.path_format, {}).update(_operations_of(route, refs, definitions))
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, method, operation in operations_in(document):
-        _finish(path, method, operation, is_public=path in public_paths)
+        _finish(path, method, operation, is_public=path in public_paths and method.upper() in READING_METHODS)
     document["paths"] = dict(sorted(paths.items()))
     return document
 

@@ -51,9 +51,9 @@ from penstock.producer.client.completions import Completion, CompletionCursor, C
 from penstock.producer.client.explanation import explain
 from penstock.producer.client.job_objects import completion_object, job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
-from penstock.producer.client.pool_choice import choose_pool
 from penstock.producer.client.request import Prompt
 from penstock.producer.parsed_body import ParsedBody
+from penstock.producer.text_bodies import pool_among
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.event_loop import LoopYielder
 
@@ -314,8 +314,8 @@ class SubmitJob:
             generation = await complete(generation)
         body = generation.body
         if body.needs_token_details:
-            pools = (await self._client.pools()).values()
-            record = choose_pool(pools, body.model or None, hides_models=generation.hides_models)
+            pools, hides = (await self._client.pools()).values(), generation.hides_models
+            record = pool_among(pools, body, body.model or None, hides_models=hides)
             check_logprobs(body, record, self._max_logprobs)
         options = generation.options_of(0)
         options["idempotency_key"] = _idempotency_key_of(generation)

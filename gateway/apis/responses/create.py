@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import MAX_MESSAGES, PackedPrompt, ResponseRecord
 from penstock.contract.problems import rename
+from penstock.contract.tasks import GENERATE
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.contract.webhook import EVENT_TYPES, MAX_WEBHOOKS
 from penstock.gateway.apis.responses.answers import ResponseAnswer, ResponseAnswers
@@ -394,7 +395,7 @@ class CreateResponse:
         conversations = self._conversations.conversations_of(generation.tenant)
         own, prompt = await self._conversations.conversation_of(generation, conversations)
         asked, hides = generation.body.model or None, generation.hides_models
-        pool = await self._client.served_pool(asked, key=generation.key, hides_models=hides)
+        pool = await self._client.served_pool(asked, key=generation.key, kind=GENERATE, hides_models=hides)
         content, previous = "", generation.body.options["previous"] or ""
         if generation.body.options["compact_threshold"] is not None:
             terms = await seal_terms_of(self._client, generation)

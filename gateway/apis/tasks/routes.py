@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
+from fastapi import APIRouter
 from pydantic_core import to_json
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
-from penstock.contract.errors import InvariantError
-from penstock.contract.job import PackedPrompt
-from penstock.contract.output import Usage
-from penstock.contract.tasks import SCORE
+from penstock.gateway.apis.tasks.encoders import ComparedEncoder, OneJobEncoder, text_of
 from penstock.gateway.apis.tasks.schemas import (
+    FORM,
     ClassifyRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
 )
+from penstock.gateway.apis.tasks.tei_routes import TEI_BODIES, TeiRerankEncoder, TeiTokenizeEncoder, tei_routes
 from penstock.gateway.http.dialect import HttpDialect, JobBody, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
 from penstock.gateway.stream.rows import RowEncoder
-from penstock.producer.client.request import Prompt
-from penstock.producer.client.text_calls import similarity_of
-from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, numbers_of
+from penstock.producer.openai.embeddings import embedding_parts, embeddings_head, vector_parts
 from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.queue.results import PackedOutput, PackedResult
-from penstock.queue.wire import unpack_all
+from penstock.producer.openai.scores import entity_part, label_parts, ranked_parts, rerank_head, score_part
+from penstock.producer.parsed_body import RequestBody
+from penstock.queue.results import PackedOutput
 
 # vLLM's answers of `/tokenize` and `/detokenize`, rendered in parts.
 
@@ -41,35 +40,20 @@ VALUES_PER_PART = 512
 """Tokens that are rendered at once, which takes less than 0.1 ms."""
 
 
-class _TaskEncoder(WholeEncoder):
-    """Encodes the output of a request's only job."""
-
-    def __init__(self, head: AnswerHead) -> None:
-        pass
-
-    def head(self) -> bytes:
-        """Return nothing: the output is the whole answer."""
-        return b""
-
-    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the parts of the answer."""
-        if result.output is None:
-            raise InvariantError(f"the result of job {result.job_id} has no output")
-        return self._parts(result.output)
-
-    def tail(self, usages: Sequence[Usage | None]) -> bytes:
-        """Return nothing."""
-        return b""
-
-    @abstractmethod
-    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
-        """Yield the parts of the answer."""
+def tokenize_encoder(head: AnswerHead) -> WholeEncoder:
+    """Return the encoder of an answer of `/tokenize`: the shape is that of the body."""
+    return TeiTokenizeEncoder(head) if head.options[FORM] == "tei" else TokenizeEncoder(head)
 
 
-class TokenizeEncoder(_TaskEncoder):
+def rerank_encoder(head: AnswerHead) -> WholeEncoder:
+    """Return the encoder of an answer of `/rerank`: the shape is that of the body."""
+    return TeiRerankEncoder(head) if head.options[FORM] == "tei" else RerankEncoder(head)
+
+
+class TokenizeEncoder(OneJobEncoder):
     """The answer of `/tokenize`."""
 
-    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+    def output_parts(self, output: PackedOutput) -> Iterator[bytes]:
         yield b'{"count":%d,"max_model_len":%d,"tokens":' % (output.num_tokens, output.max_model_len)
         yield from _list_parts(output.token_ids())
         yield b',"token_strs":'
@@ -80,10 +64,10 @@ class TokenizeEncoder(_TaskEncoder):
         yield b"}"
 
 
-class DetokenizeEncoder(_TaskEncoder):
+class DetokenizeEncoder(OneJobEncoder):
     """The answer of `/detokenize`."""
 
-    def _parts(self, output: PackedOutput) -> Iterator[bytes]:
+    def output_parts(self, output: PackedOutput) -> Iterator[bytes]:
         return json_parts({"prompt": Text(output.text_parts)})
 
 
@@ -120,69 +104,52 @@ class EmbeddingEncoder(RowEncoder):
         yield from embedding_parts(index, values, as_base64=self.answer.options["base64"])
 
 
-class ScoreEncoder(RowEncoder):
-    """vLLM's answer of `/score`."""
+class PoolingEncoder(RowEncoder):
+    """vLLM's answer of `/pooling`."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        super().__init__(head)
-        self._first = array("f")
-        """The embedding that the next ones are compared with."""
-        self._num_scores = 0
+    def head(self) -> bytes:
+        """Return the part before the vectors."""
+        return self.list_head
+
+    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
+        yield b'%b{"index":%d,"object":"pooling","data":' % (b"," if index else b"", index)
+        yield from vector_parts(values, as_base64=self.answer.options["base64"])
+        yield b"}"
+
+
+class ScoreEncoder(ComparedEncoder):
+    """vLLM's answer of `/score`."""
 
     def head(self) -> bytes:
         """Return the part before the scores."""
         return self.list_head
 
-    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
-        if output.kind == SCORE:
-            score = values[0]
-        elif index % 2 == 0 if self.answer.options["pairs"] else index == 0:
-            self._first = values
-            return
-        else:
-            score = similarity_of(self._first, values, self.answer.similarity)
-        at = self._num_scores
-        self._num_scores += 1
-        yield b'%b{"index":%d,"object":"score","score":%b}' % (b"," if at else b"", at, to_json(score))
+    def score_parts(self, at: int, score: float) -> Iterator[bytes]:
+        yield score_part(at, score)
 
 
-class RerankEncoder(RowEncoder):
+class RerankEncoder(ComparedEncoder):
     """The answer of `/rerank` in the shape of Jina, Cohere and vLLM. It is rendered after the last document."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
-        self._query = array("f")
         self._scores: list[float] = []
 
     def head(self) -> bytes:
         """Return the JSON before the list of documents."""
-        return b'{"id":%b,"model":%b,"results":[' % (self.id, self.model)
+        return rerank_head(self.answer.job_ids[0], self.answer.model)
 
-    def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
-        # An empty part lets the writer serve other requests: each comparison takes part of a millisecond.
-        yield b""
-        if output.kind == SCORE:
-            self._scores.append(values[0])
-        elif index == 0:
-            self._query = values
-            return
-        else:
-            self._scores.append(similarity_of(self._query, values, self.answer.similarity))
+    def score_parts(self, at: int, score: float) -> Iterator[bytes]:
+        self._scores.append(score)
         if 1 + len(self._scores) == len(self.answer.prompts):
-            yield from self._results()
+            yield from self._ranked()
         else:
             yield b""  # Between two parts, the writer lets other tasks run.
 
-    def _results(self) -> Iterator[bytes]:
-        order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])
-        for place, at in enumerate(order[: self.answer.options["top_n"]]):
-            yield b'%b{"index":%d,' % (b"," if place else b"", at)
-            if self.answer.options["has_documents"]:
-                document = _text_of(self.answer.prompts[1 + at])
-                yield b'"document":'
-                yield from json_parts({"text": Text(partial(_alone, document))})
-                yield b","
-            yield b'"relevance_score":%b}' % to_json(self._scores[at])
+    def _ranked(self) -> Iterator[bytes]:
+        options = self.answer.options
+        documents = [*map(text_of, self.answer.prompts[1:])] if options["has_documents"] else None
+        return ranked_parts(self._scores, documents, options["top_n"])
 
 
 class ClassifyEncoder(RowEncoder):
@@ -192,41 +159,14 @@ class ClassifyEncoder(RowEncoder):
         """Return the part before the labels."""
         return self.list_head
 
-    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the parts of the answer that follow from the texts of job `index`."""
-        output = result.output
-        if output is None or not (found := output.entities()):
-            yield from super().parts_of(index, result)
-            return
-        for entities in found:
-            at = self.num_texts
-            self.num_texts += 1
-            yield b'%b{"index":%d,"num_classes":%d,"entities":' % (b"," if at else b"", at, len(output.labels))
-            yield to_json(entities) + b"}"
+    def entities_part(self, index: int, entities: list[dict[str, Any]], output: PackedOutput) -> bytes:
+        return entity_part(index, entities, len(output.labels))
 
     def row_parts(self, index: int, values: array[float], output: PackedOutput) -> Iterator[bytes]:
-        best = max(range(len(values)), key=lambda at: values[at])
-        label = to_json(output.labels[best] if best < len(output.labels) else f"LABEL_{best}")
-        yield b'%b{"index":%d,"label":%b,"probs":' % (b"," if index else b"", index, label)
-        yield from numbers_of(values)
-        yield b',"num_classes":%d}' % len(values)
+        return label_parts(index, values, output.labels)
 
 
-def _alone(text: str) -> tuple[str]:
-    return (text,)
-
-
-def _text_of(prompt: Prompt) -> str:
-    """Return the text of a prompt, which the parser process may have packed."""
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, PackedPrompt):
-        raise InvariantError("a document is not a text")
-    (text,) = unpack_all(prompt.data)
-    return str(text)
-
-
-# `POST /v1/embeddings`, `POST /rerank` and `POST /score`.
+# `POST /v1/embeddings`, `POST /rerank`, `POST /score`, `POST /classify` and `POST /pooling`.
 
 _FLOAT = {"type": "number"}
 _USAGE = object_of(prompt_tokens=NUMBER, total_tokens=NUMBER)
@@ -256,29 +196,40 @@ _CLASSIFY_DOC = RouteDoc(
 )
 
 
+_POOLED = object_of(index=NUMBER, object={"const": "pooling"}, data=_VECTOR)
+_POOLING_DOC = RouteDoc(
+    "Return what a model makes of texts: vectors, or the numbers of labels.",
+    object_of(id=TEXT, object={"const": "list"}, created=NUMBER, model=TEXT, data=list_of(_POOLED), usage=_USAGE),
+)
+
+
 # The routes.
 
 
-def _routes(services: Services) -> list[Route]:
-    reader, answers = services.reader, services.answers
-    tokenize = Generate(TokenizeRequest, TaskDialect(TokenizeEncoder), reader, answers, _TOKENIZE)
-    detokenize = Generate(DetokenizeRequest, TaskDialect(DetokenizeEncoder), reader, answers, _DETOKENIZE)
-    embeddings = Generate(EmbeddingRequest, TaskDialect(EmbeddingEncoder), reader, answers, _EMBEDDINGS_DOC)
-    rerank = Generate(RerankRequest, TaskDialect(RerankEncoder, shows_prompts=True), reader, answers, _RERANK_DOC)
-    score = Generate(ScoreRequest, TaskDialect(ScoreEncoder), reader, answers, _SCORE_DOC)
-    classify = Generate(ClassifyRequest, TaskDialect(ClassifyEncoder), reader, answers, _CLASSIFY_DOC)
-    return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
-        Route("/classify", classify, methods=["POST"]),
-        *(Route(path, rerank, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
-    ]
+def _routes(services: Services) -> list[BaseRoute | APIRouter]:
+    def generate(schema: type[RequestBody], dialect: TaskDialect, doc: RouteDoc) -> Generate:
+        return Generate(schema, dialect, services.reader, services.answers, doc)
+
+    rerank = generate(RerankRequest, TaskDialect(rerank_encoder, shows_prompts=True), _RERANK_DOC)
+    score = generate(ScoreRequest, TaskDialect(ScoreEncoder), _SCORE_DOC)
+    classify = generate(ClassifyRequest, TaskDialect(ClassifyEncoder), _CLASSIFY_DOC)
+    of_path = {
+        "/tokenize": generate(TokenizeRequest, TaskDialect(tokenize_encoder, shows_prompts=True), _TOKENIZE),
+        "/detokenize": generate(DetokenizeRequest, TaskDialect(DetokenizeEncoder), _DETOKENIZE),
+        "/v1/embeddings": generate(EmbeddingRequest, TaskDialect(EmbeddingEncoder), _EMBEDDINGS_DOC),
+        "/pooling": generate(PoolingRequest, TaskDialect(PoolingEncoder), _POOLING_DOC),
+        **dict.fromkeys(("/classify", "/v1/classify"), classify),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+        **dict.fromkeys(("/score", "/v1/score"), score),
+    }
+    return [*(Route(path, one, methods=["POST"]) for path, one in of_path.items()), *tei_routes(services)]
 
 
 TASKS = HttpDialect(
     _routes,
-    bodies=(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest),
+    bodies=(
+        *(TokenizeRequest, DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest),
+        *(PoolingRequest, *TEI_BODIES),
+    ),
     job_bodies={"/v1/embeddings": JobBody(EmbeddingRequest)},
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.tasks import KINDS, QUERY, Embed, Score
+from penstock.contract.tasks import KINDS, QUERY, Embed, Score, TruncationSide
 from penstock.gpu_node.engine.text.encoder import MAX_WHOLE_CHARS, of_tokenizer
 from penstock.gpu_node.engine.texts import EncoderTask, Offsets, PackedTexts
 from penstock.gpu_node.model.text_protocol import LoadedEncoder
@@ -65,7 +65,7 @@ class TextEncoder:
                 tokens = encoded[at]
                 if len(tokens.ids) > most:
                     self._require_cut(task, at, len(tokens.ids))
-                    tokens = self._cut(query, texts[at], most)
+                    tokens = self._cut(query, texts[at], most, task.truncation_side or "right")
             else:
                 tokens = self._of_ids(task, one, at, most)
             found.append(tokens)
@@ -98,10 +98,16 @@ class TextEncoder:
         if not text:
             raise RequestError(f"{_name(task, at)}: the text is empty", param=_name(task, at))
         self._check_size(text, _name(task, at))
-        name = (task.prompt_name if isinstance(task, Embed) else None) or self._model.default_prompt
-        if isinstance(task, Embed) and name is not None:
+        if isinstance(task, Embed) and (name := self._prompt_name(task)) is not None:
             text = self._model.prompts[name] + text
         return text.lower() if self._model.lowercases else text
+
+    def _prompt_name(self, task: Embed) -> str | None:
+        """Return the name of the prompt before a text: the caller's, that of what the text is for, or the default."""
+        if task.prompt_name is not None:
+            return task.prompt_name
+        known = self._model.prompts
+        return next((name for name in task.prompt_names if name in known), self._model.default_prompt)
 
     def _query_of(self, prompt: str | Sequence[int]) -> str:
         if not isinstance(prompt, str):
@@ -126,8 +132,11 @@ class TextEncoder:
         with of_tokenizer("encode this text"):
             return [self._tokens(one) for one in encode(inputs, add_special_tokens=True)]
 
-    def _cut(self, query: str | None, text: str, most: int) -> _Tokens:
-        """Return a text's first tokens with its marks, `most` in all. Of a pair, the longer text is cut first."""
+    def _cut(self, query: str | None, text: str, most: int, side: TruncationSide) -> _Tokens:
+        """Return a text's tokens with its marks, `most` in all. Of a pair, the longer text is cut first.
+
+        side: the end of a text that is cut off.
+        """
         encode = self._backend.encode_batch if self._has_offsets else self._backend.encode_batch_fast
         with of_tokenizer("encode this text"):
             parts = encode([text] if query is None else [query, text], add_special_tokens=False)
@@ -136,7 +145,7 @@ class TextEncoder:
                 message = f"truncate_prompt_tokens is {most}, which leaves no token beside the marks around a text"
                 raise RequestError(message, param="truncate_prompt_tokens")
             for part, length in zip(parts, _kept([len(one.ids) for one in parts], room), strict=True):
-                part.truncate(length)
+                part.truncate(length, direction=side)
             return self._tokens(self._backend.post_process(*parts, *([None] if query is None else []), True))
 
     def _tokens(self, encoding: Any) -> _Tokens:
@@ -159,8 +168,14 @@ class TextEncoder:
             )
         if len(ids) > most:
             self._require_cut(task, at, len(ids))
-            ids = [*ids[: most - 1], ids[-1]] if ids[-1] in self._special else ids[:most]
+            ids = self._cut_ids(ids, most, task.truncation_side or "right")
         return _Tokens(ids, [0] * len(ids))
+
+    def _cut_ids(self, ids: Sequence[int], most: int, side: TruncationSide) -> Sequence[int]:
+        """Return as many token ids, and of a mark at the end that is cut off the mark."""
+        if side == "right":
+            return [*ids[: most - 1], ids[-1]] if ids[-1] in self._special else ids[:most]
+        return [ids[0], *ids[len(ids) - most + 1 :]] if ids[0] in self._special else ids[-most:]
 
     def _require_cut(self, task: EncoderTask, at: int, num_tokens: int) -> None:
         """Raise PromptTooLongError for a text beyond the limit, unless the request truncates."""

@@ -69,6 +69,8 @@ class EncoderEngine:
         """The model's tokenizer; safe to call from any thread."""
         self.texts = TextEncoder(loaded, self.tokenizer.backend)
         """How texts are tokenized; safe to call from any thread."""
+        self.pairs: None = None
+        """It scores pairs with a head of its own, if it does."""
         self.max_model_len = loaded.max_tokens
         """Most tokens of a text, with the marks around it."""
         self.max_num_seqs = max(config.max_num_seqs, MIN_SEQUENCES)
@@ -106,6 +108,14 @@ class EncoderEngine:
     def background_due(self) -> bool:
         """Whether background work is below its share of the engine's time; safe on any thread."""
         return self._steps.background_due
+
+    def has_foreground(self) -> bool:
+        """Return whether a caller waits for any of its texts."""
+        return any(not live.request.background for live in self._live.values())
+
+    def note_foreground_beside(self) -> None:
+        """Note that another node on these cores has foreground work, so that steps of background work stay short."""
+        self._steps.note_foreground()
 
     def note_queued_background(self, is_queued: bool) -> None:
         """Note whether background work waits outside the engine; safe on any thread."""

@@ -201,6 +201,10 @@ class TextSteps:
         self._live = [one for one in self._live if one.has_waiting]
         return spans
 
+    def note_foreground(self) -> None:
+        """Note that foreground work may have to wait for a step, here or on another node of this host."""
+        self._foreground_at_s = time.monotonic()
+
     def note_step(self, spans: list[TextSpan], took_s: float) -> None:
         """Count a computed step."""
         num_tokens = sum(span.num_tokens for span in spans)

@@ -203,6 +203,10 @@ class BackgroundBudget:
         """Return whether a foreground sequence runs or waits."""
         return not all(seq.background for seq in chain(self._batch.seqs, self._queues))
 
+    def note_foreground(self) -> None:
+        """Note that foreground work of another node on these cores may have to wait for a step."""
+        self.engine_time.since_foreground_ms = 0.0
+
     def bounds(self) -> bool:
         """Return whether the next step is bounded because of background work in it."""
         is_recent = self.engine_time.since_foreground_ms < FOREGROUND_MEMORY_MS

@@ -88,6 +88,20 @@ class TokenizerFailedError(RequestError):
     """The model's files describe a tokenizer that fails at this text."""
 
 
+def spans_of(backend: Any, text: str, *, framed: bool) -> list[tuple[int, int] | None]:
+    """Return the characters of each token of a text: the first one, and the one after the last.
+
+    None stands for a token that is not of the text. Raises RequestError for a text that is too long for it.
+    """
+    if len(text) > MAX_WHOLE_CHARS:
+        message = f"prompt: the text has {len(text)} characters; the limit for places of tokens is {MAX_WHOLE_CHARS}"
+        raise RequestError(message, param="prompt")
+    with of_tokenizer("encode this text"):
+        (found,) = backend.encode_batch([text], add_special_tokens=framed)
+    marks = zip(found.offsets, found.special_tokens_mask, strict=True)
+    return [None if is_mark else place for place, is_mark in marks]
+
+
 @contextmanager
 def of_tokenizer(work: str) -> Iterator[None]:
     """Translate what the library raises in the block. A pattern that backtracks too often is a panic there."""

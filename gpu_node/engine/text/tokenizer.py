@@ -265,6 +265,11 @@ class Tokenizer:
             )
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, without its changes for chats."""
+        return self._template
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model's files have a chat template."""
         return self._template is not None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec, state_bytes
@@ -15,7 +18,7 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled, weight_files
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled, StoredTensor, weight_files
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
@@ -61,6 +64,14 @@ class Description:
     def open_checkpoint(self) -> Checkpoint:
         """Map the weight files. Raises ConfigError for files that are missing, truncated or invalid."""
         return Checkpoint.open(self.source, self.read_scaled, self.gguf)
+
+    def head_rows(self, token_ids: Sequence[int]) -> NDArray[np.float32] | None:
+        """Return the head's rows for tokens, scaled as its logits are. None if logits are no products of these."""
+        head = DecoderTensors(self.open_checkpoint(), self.spec).head()
+        if self.spec.logit_cap is not None or not isinstance(head, StoredTensor):
+            return None
+        rows = head.take_rows(np.array(token_ids, np.int32), len(token_ids), self.hidden_size).to_float32()
+        return (rows * np.float32(self.spec.logit_scale)).astype(np.float32)
 
     def check_sizes(self) -> None:
         """Refuse sizes of the config that the tensors do not have, before anything is made of these sizes.

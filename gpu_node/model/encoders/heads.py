@@ -140,7 +140,8 @@ class LabelHead:
     def rows(self, hidden: Floats, lengths: NDArray[np.int32], task: TextTask) -> Floats:
         """Return the scores of all labels for each text or token."""
         if isinstance(task, Score):
-            return _ACTIVATIONS[self.activation](hidden)
+            known: Mapping[bool | None, ScoreActivation] = {None: self.activation, True: "identity", False: "sigmoid"}
+            return _ACTIVATIONS[known[task.raw]](hidden)
         if isinstance(task, Classify) and task.raw:
             return hidden
         if self.is_multi_label or len(self.labels) == 1:

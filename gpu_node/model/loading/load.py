@@ -150,6 +150,7 @@ def load_found(
             is_embedder=_is_embedder(found),
             arithmetic=arithmetic,
             revision=revision_of(source, arithmetic),
+            head_rows=described.head_rows if isinstance(described, Description) else None,
         )
     if stamps_of_source(source) != found.stamps:
         raise _replaced(found.name)

@@ -40,6 +40,24 @@ TaskText: TypeAlias = Text | Annotated[tuple[TokenId, ...], Field(min_length=1)]
 """A further text of a task, or its token ids."""
 PromptName: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
+TruncationSide: TypeAlias = Literal["left", "right"]
+InputType: TypeAlias = Literal[
+    "search_query",
+    "search_document",
+    "query",
+    "passage",
+    "document",
+    "classification",
+    "clustering",
+    "retrieval.query",
+    "retrieval.passage",
+    "separation",
+    "text-matching",
+]
+"""What a text is embedded for, in the words of Cohere, Jina and others."""
+_QUERY_PROMPTS = "query", "search_query", "retrieval.query"
+_DOCUMENT_PROMPTS = "document", "passage", "search_document", "retrieval.passage"
+
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
 """How the hidden states of a prompt become one vector: their mean, that of the last token, or that of the first."""
 
@@ -63,6 +81,7 @@ class Tokenize(TaskOptions):
     - `add_generation_prompt`: end a chat where the assistant's answer begins.
     - `return_tokens`: return the tokens, not only their number.
     - `return_token_strs`: also return the tokens as the vocabulary spells them.
+    - `return_spans`: also return where in the text each token stands.
     """
 
     kind: Literal["tokenize"] = "tokenize"
@@ -70,6 +89,7 @@ class Tokenize(TaskOptions):
     add_generation_prompt: bool = True
     return_tokens: bool = True
     return_token_strs: bool = False
+    return_spans: bool = False
 
 
 class Detokenize(TaskOptions):
@@ -96,6 +116,7 @@ class TextTask(TaskOptions):
     - `truncate_prompt_tokens`: keep only that many tokens of a text; WHOLE_CONTEXT: as many as the model takes. Of a
       decoder these are the last ones, of an encoder the first ones with the marks around the text. Jobs in the queue
       have the number itself.
+    - `truncation_side`: the end of a text that is cut off. None: of a decoder the left one, else the right one.
     """
 
     num_sequences: ClassVar[int] = 1
@@ -103,6 +124,7 @@ class TextTask(TaskOptions):
     texts: tuple[TaskText, ...] = Field(default=(), max_length=MAX_TEXTS_OF_JOB)
     first: int = Field(default=0, ge=0)
     truncate_prompt_tokens: TruncatedTokens | None = None
+    truncation_side: TruncationSide | None = None
 
     def within(self, max_model_len: int) -> Self:
         """Return the task with a number in place of WHOLE_CONTEXT. `max_model_len`: the model's context; 0: unknown."""
@@ -126,6 +148,7 @@ class Embed(TextTask):
     - `dimensions`: keep only the first dimensions of the vector and normalize it again.
     - `prompt_name`: put the model's prompt of this name before each text. None: the model's default prompt, or none.
     - `normalize`: whether vectors have length 1. None: as the model's files say. Those of a decoder always do.
+    - `input_type`: what the text is embedded for. An encoder puts its prompt for that before the text, if it has one.
     """
 
     kind: Literal["embed"] = "embed"
@@ -133,12 +156,25 @@ class Embed(TextTask):
     dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS)
     prompt_name: PromptName | None = None
     normalize: bool | None = None
+    input_type: InputType | None = None
+
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """The names that a model may have for the prompt of `input_type`, the likeliest one first."""
+        if self.input_type is None:
+            return ()
+        alike = next((names for names in (_QUERY_PROMPTS, _DOCUMENT_PROMPTS) if self.input_type in names), ())
+        return (self.input_type, *alike)
 
 
 class Score(TextTask):
-    """Return how well each of the further texts fits the prompt, by a model that reads both together."""
+    """Return how well each of the further texts fits the prompt, by a model that reads both together.
+
+    - `raw`: return the model's number (logit) as it is. False: its sigmoid. None: what the model's files say.
+    """
 
     kind: Literal["score"] = "score"
+    raw: bool | None = None
     texts: tuple[TaskText, ...] = Field(min_length=1, max_length=MAX_TEXTS_OF_JOB)
 
 
@@ -167,6 +203,8 @@ class Tokenized:
     max_model_len: int
     token_ids: tuple[int, ...] = ()
     token_strs: tuple[str, ...] | None = None
+    spans: tuple[tuple[int, int] | None, ...] | None = None
+    """For each token its first character and the one after its last; None for a token that is not of the text."""
 
 
 @dataclass(frozen=True, slots=True)

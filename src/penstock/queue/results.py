@@ -217,6 +217,7 @@ class PackedOutput:
         self._ids = _ints(fields, "tokens")
         self._ends = _ints(fields, "ends")
         self._strs = _view(fields, "strs")
+        self._spans = _ints(fields, "spans")
         self.vector: memoryview[int] = _view(fields, "vector")
         """The bytes of an embedding, or of the rows of several texts: float32, little-endian."""
         self.row_tokens = _ints(fields, "row_tokens")
@@ -242,6 +243,11 @@ class PackedOutput:
         for end in self._ends:
             yield str(self._strs[start:end], "utf-8", "replace")
             start = end
+
+    def spans(self) -> Iterator[tuple[int, int] | None]:
+        """Yield where in the text each token stands; None for a token that is not of the text."""
+        for at in range(0, len(self._spans) - 1, 2):
+            yield None if self._spans[at] < 0 else (self._spans[at], self._spans[at + 1])
 
     def floats(self) -> array[float]:
         """Return the numbers of an embedding."""
@@ -296,11 +302,16 @@ class PackedOutput:
         if self.kind != "tokenize":
             raise WireError(f"unknown kind of output {self.kind[:64]!r}")
         strs = tuple(self.token_strs()) if self.has_strs else None
-        return Tokenized(self.num_tokens, self.max_model_len, tuple(self.token_ids()), strs)
+        spans = tuple(self.spans()) if self._spans else None
+        return Tokenized(self.num_tokens, self.max_model_len, tuple(self.token_ids()), strs, spans)
 
 
 def encode_tokenized(
-    num_tokens: int, max_model_len: int, token_ids: Sequence[int] | None, token_strs: Iterable[str] | None
+    num_tokens: int,
+    max_model_len: int,
+    token_ids: Sequence[int] | None,
+    token_strs: Iterable[str] | None,
+    spans: Iterable[tuple[int, int] | None] | None = None,
 ) -> bytes:
     """Encode the output of `Tokenize`. None stands for what was not requested."""
     members: list[tuple[str, Iterable[bytes | bytearray]]] = []
@@ -312,6 +323,9 @@ def encode_tokenized(
             strs += token.encode()
             ends.append(len(strs))
         members += [("strs", binary(strs)), ("ends", binary(_little_endian(ends).tobytes()))]
+    if spans is not None:
+        places = array(_INT, (place for span in spans for place in span or (-1, -1)))
+        members.append(("spans", binary(_little_endian(places).tobytes())))
     return with_members(pack({"kind": "tokenize", "num": num_tokens, "max_len": max_model_len}), members)
 
 

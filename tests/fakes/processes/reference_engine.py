@@ -200,6 +200,7 @@ class ReferenceEngine:
         leaves_core_free: bool = False,
     ) -> None:
         self.tokenizer, self.texts = ReferenceTokenizer(), None
+        self.pairs = None
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
         self.revision = revision
@@ -222,6 +223,12 @@ class ReferenceEngine:
         return ()
 
     def note_queued_background(self, is_queued: bool) -> None:
+        pass
+
+    def has_foreground(self) -> bool:
+        return any(not live.background for live in self._live)
+
+    def note_foreground_beside(self) -> None:
         pass
 
     def add(self, request: EngineRequest) -> None:

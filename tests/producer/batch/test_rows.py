@@ -13,7 +13,16 @@ import pytest
 from penstock import AsyncClient
 from penstock.contract.errors import RequestError
 from penstock.gateway.apis.responses.body import ResponseBody
-from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, ENDPOINTS, RESPONSES_URL
+from penstock.producer.batch.endpoints import (
+    CHAT_URL,
+    CLASSIFY_URL,
+    COMPLETIONS_URL,
+    EMBEDDINGS_URL,
+    ENDPOINTS,
+    RERANK_URL,
+    RESPONSES_URL,
+    SCORE_URL,
+)
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import run_batch
@@ -76,6 +85,10 @@ def test_a_response_means_the_same_in_a_file_and_over_http(options: dict[str, An
     assert json.loads(request.options["echo"]) == echo | {"service_tier": "flex"}
 
 
+TEXT_URLS = EMBEDDINGS_URL, RERANK_URL, SCORE_URL, CLASSIFY_URL
+"""Endpoints whose answers have no text that a channel could carry."""
+
+
 @pytest.mark.parametrize("url", ENDPOINTS)
 def test_a_row_says_of_the_queue_what_its_body_over_http_says(url: str) -> None:
     """A new option of the queue is open to rows at once, unless it is declared otherwise."""
@@ -83,6 +96,7 @@ def test_a_row_says_of_the_queue_what_its_body_over_http_says(url: str) -> None:
     channel = {} if ENDPOINTS[url].texts_field else {"channel": "json"}
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     prompt = {CHAT_URL: chat, MESSAGES_ENDPOINT: chat, COMPLETIONS_URL: {"prompt": "x"}}
+    prompt |= {RERANK_URL: {"query": "x", "documents": ["y"]}, SCORE_URL: {"text_1": "x", "text_2": "y"}}
     body = {**prompt.get(url, {"input": "x"}), **said, **channel}
     assert request_of(url, body).submit_options().items() >= (said | channel).items()
 

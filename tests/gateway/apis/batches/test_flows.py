@@ -158,7 +158,7 @@ def test_a_failed_parent_fails_skips_or_leaves_a_row(http: httpx.Client, engine:
         ([row("a", "x", after=[{"job": "echo.0190b5a0-0000-7000-8000-000000000000"}])], "unknown_parent", 1),
         ([row("a", "x"), row("a", "y")], "duplicate_custom_id", 2),
         ([row("a", "x", on_failure="ignore")], "invalid_request", 1),
-        ([row("a", "x"), {**row("b", "x"), "url": "/v1/rerank"}], "mismatched_endpoint", 2),
+        ([row("a", "x"), {**row("b", "x"), "url": "/v1/moderations"}], "mismatched_endpoint", 2),
         ([row(f"{i}", "x") for i in range(MAX_ROWS + 1)], "too_many_rows", MAX_ROWS + 1),
     ],
 )

@@ -183,7 +183,7 @@ def test_as_many_texts_as_openai_allows_are_one_request(http: httpx.Client, coun
         ("v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ("v1/embeddings", {"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
         ("v1/embeddings", {"input": "x", "normalize": False}, "normalize", "have length 1"),
-        ("v1/embeddings", {"input": "x", "truncation_side": "right"}, "truncation_side", "not supported"),
+        ("v1/embeddings", {"input": "x", "truncation_side": "middle"}, "truncation_side", "'left' or 'right'"),
         ("v1/embeddings", {"input": "x", "stream": True}, "stream", "unknown field"),
         ("rerank", {"query": "x", "documents": []}, "documents", "at least 1"),
         ("rerank", {"query": "x", "documents": ["x"] * MAX_INPUTS}, "documents", f"at most {MAX_INPUTS - 1}"),
