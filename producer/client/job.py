@@ -17,9 +17,10 @@ from penstock.contract.channel import Channel
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
 from penstock.contract.job import MEMORY, JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
+from penstock.producer.client.confirmed_reads import ConfirmedReads
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import Feed, Mailbox, QueueWatch, SeenEnd, WaitWatcher
-from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
+from penstock.producer.client.stream import ChunkSink, Hold, StreamCursor, StreamReader
 from penstock.queue import keys
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
 from penstock.queue.results import Fetches, PackedResult
@@ -192,8 +193,9 @@ class JobSource:
         kept: KeptSubmission | None = None,
         *,
         job: JobDef | None = None,
+        reads: ConfirmedReads | None = None,
     ) -> None:
-        """`kept` and `job` are those of a job that this process submitted."""
+        """`kept` and `job` are those of a job that this process submitted. `reads`: what its readers wait for."""
         self._broker = broker
         self._inbox = inbox
         self._queue_watch = queue_watch
@@ -205,6 +207,13 @@ class JobSource:
         self.own_channel: Channel | None = None if job is None else job.channel
         """The channel that this process asks for, each time that it attaches."""
         self.feed = inbox.feed(job_id)
+        self._reads = reads
+        self.hold: Hold | None = None if reads is None else partial(reads.hold, pool_of(job_id))
+
+    async def check_durability(self) -> None:
+        """Raise the error of a Redis that cannot promise what the readers wait for."""
+        if self._reads is not None:
+            await self._reads.check()
 
     @property
     def channel(self) -> str | None:
@@ -245,17 +254,21 @@ class JobSource:
     async def log(self, start: int, count: int) -> list[Chunk]:
         """Return up to `count` chunks of the job's log, from index `start`."""
         self._inbox.stats.log_reads += 1
-        chunks = await self._broker.log(self.job_id, start, count)
+        chunks = await self._confirmed(partial(self._broker.log, self.job_id, start, count))
         crash_points.point("after", "log")
         return chunks
 
     async def result(self) -> Result | None:
         """Return the job's result, or None before its end."""
-        return await self._broker.result(self.job_id, self.tenant)
+        return await self._confirmed(partial(self._broker.result, self.job_id, self.tenant))
 
     async def packed_result(self, fetches: Fetches | None = None) -> PackedResult | None:
         """Return the job's result, with parts that are decoded on access, or None before its end."""
-        return await self._broker.packed_result(self.job_id, self.tenant, fetches)
+        return await self._confirmed(partial(self._broker.packed_result, self.job_id, self.tenant, fetches))
+
+    async def _confirmed(self, read: Callable[[], Awaitable[Found]]) -> Found:
+        """Return what is read from Redis, once it is as safe as the reader asks."""
+        return await (read() if self._reads is None else self._reads.read(pool_of(self.job_id), read))
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""
@@ -285,6 +298,7 @@ class JobSource:
         return await self._broker.cancel(self.job_id, self.tenant)
 
 
+Found = TypeVar("Found")
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
 
 
@@ -465,7 +479,7 @@ class AsyncJob:
 
     def _open_box(self, *, behind: bool, max_chunks: int | None = None) -> Mailbox:
         """Open a new mailbox. With `behind`, its reader may have missed chunks, so it first asks for the state."""
-        box = self._inbox.open_box(self._source.feed, max_chunks)
+        box = self._inbox.open_box(self._source.feed, max_chunks, is_held=self._source.hold is not None)
         if behind:
             box.nudge()
         return box

@@ -13,13 +13,13 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.channel import ChannelOfJob, ChannelOption, GivenChannel
 from penstock.contract.durability import MEMORY as MEMORY
 from penstock.contract.durability import Durability as Durability
-from penstock.contract.durability import checked_durability as checked_durability
 from penstock.contract.durations import GivenSpan, Span
 from penstock.contract.fields import (
     BATCH_ROWS,
     COMPACT,
     COUNT_TOKENS,
     EMBEDDINGS,
+    JOBS,
     MESSAGES,
     NAME_PATTERN,
     OPENAI,
@@ -43,6 +43,7 @@ from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from penstock.contract.sampling import SamplingOptions, Text, encodable
 from penstock.contract.sampling import SamplingParams as SamplingParams
 from penstock.contract.sampling import TokenId as TokenId
+from penstock.contract.sampling import lowered_max_tokens as lowered_max_tokens
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task, TextTask
 from penstock.contract.tenant import Terms
 from penstock.contract.tools import MAX_CALLS_OF_CHAT, TemplateKwargs, ToolChoice, Tools, few_calls
@@ -136,6 +137,9 @@ class JobDef(CheckedInput):
     durability: Durability | None = None
     """What its submission waits for; None: the client's setting. It is a property of each call, so the request's hash
     does not have it."""
+    token_durability: Durability | None = None
+    """What the readers of the submitting process wait for; None: the client's setting. The request's hash does not have
+    it either."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     tags: Annotated[tuple[Tag, ...], Field(max_length=MAX_TAGS)] = ()
     metadata: Annotated[Metadata, Field(max_length=MAX_METADATA)] | None = None
@@ -345,6 +349,15 @@ class QueueFields(BaseModel):
             "`memory` for others.",
         ),
     ] = None
+    token_durability: Annotated[
+        Durability | None,
+        Option(
+            {JOBS: None, EMBEDDINGS: None, BATCH_ROWS: None, **_NOT_LISTED},
+            flag="What the answer's tokens wait for: Redis, its disk, or a replica. Default: the client's setting.",
+            help="the answer shows a token once Redis has it (`memory`), once its disk has it (`fsync`), or once a "
+            "replica has it (`replicated`). The default is the setting of the client or gateway.",
+        ),
+    ] = None
     idempotency_key: Annotated[
         str | None,
         Option(
@@ -418,6 +431,7 @@ class QueueOptions(TaskQueueOptions, total=False):
     background: bool
     queue_without_node: bool | None
     durability: Durability | None
+    token_durability: Durability | None
     idempotency_key: str | None
     tags: Sequence[str] | None
     metadata: Mapping[str, str] | None
@@ -484,11 +498,3 @@ _QUEUE_HELP = [
 JobOptions.__doc__ = "\n".join([(JobOptions.__doc__ or "").rstrip(), *_QUEUE_HELP])
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
 """Options that say how a job is queued, not how its tokens are sampled."""
-
-
-def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:
-    """Return what a prompt leaves of `max_total_tokens`, or None if it leaves `max_tokens` or more, or nothing."""
-    if max_tokens is None or max_total_tokens is None:
-        return None
-    left = max_total_tokens - num_prompt_tokens
-    return left if 0 < left < max_tokens else None
