@@ -59,7 +59,7 @@ class ConfirmedReads:
             rename(error, {"durability": TOKEN_DURABILITY})
             if isinstance(error, NotConfirmedError):
                 error.message = f"{TOKEN_DURABILITY}: no replica is connected to Redis; a repeated call may find one"
-                error.args = (error.message,)
+            error.args = (error.message,)
             raise
 
     async def close(self) -> None:

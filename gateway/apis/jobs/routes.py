@@ -304,8 +304,8 @@ class JobRoutes:
             if status.outcome is not None and start.index >= status.num_chunks - 1:
                 return Response(status_code=204)
         with_waiting = _truth_of(request, RETURN_PROGRESS)
-        how = {"with_waiting": with_waiting, "token_durability": durability}
-        source = JobEvents(self._client, self._yielder, job_id, tenant, start, **how)
+        reading = self._client, self._yielder, job_id, tenant, start
+        source = JobEvents(*reading, with_waiting=with_waiting, token_durability=durability)
         return self._answers.stream(source)
 
     def _durability_of(self, request: Request) -> Durability | None:
