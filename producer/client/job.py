@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -466,8 +466,16 @@ class AsyncJob:
             await self._inbox.detach(self.id)
 
     @contextmanager
-    def _box_to_read(self) -> Iterator[Mailbox]:
-        box = self._take_first_box() or self._open_box(behind=True)
+    def present(self) -> Iterator[None]:
+        """Count as a reader of the job in the block, without reading it."""
+        with self._closing(self._open_box(behind=False, max_chunks=1)):
+            yield
+
+    def _box_to_read(self) -> AbstractContextManager[Mailbox]:
+        return self._closing(self._take_first_box() or self._open_box(behind=True))
+
+    @contextmanager
+    def _closing(self, box: Mailbox) -> Iterator[Mailbox]:
         try:
             yield box
         finally:

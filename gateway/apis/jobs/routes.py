@@ -23,10 +23,13 @@ from penstock.contract.problems import rename
 from penstock.gateway.apis.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
 from penstock.gateway.apis.jobs.feed import FeedRoutes
+from penstock.gateway.apis.jobs.job_log import JobLog, PresentReaders
+from penstock.gateway.apis.jobs.log_reader import STREAM_HEADERS, LogReader, is_log_request
 from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import Complete, HttpDialect, PrepareJob, Services
+from penstock.gateway.http.middleware.request_forms import is_head
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest
@@ -241,6 +244,7 @@ class JobRoutes:
         self._answers = answers
         self._yielder = yielder
         self._result_budget = result_budget
+        self._log_reader, self._present = LogReader(answers), PresentReaders()
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs", self.list_jobs)
         self.router.add_api_route("/v1/jobs/{job_id}", self.show)
@@ -296,8 +300,16 @@ class JobRoutes:
         A browser's EventSource repeats its URL with a newer header, so the header counts. Status 204 tells it to stop.
         With `?return_progress=true`, events without an id report queue position and prompt progress before that. With
         `?token_durability=fsync` or `replicated`, a chunk comes once Redis's disk, or a replica, has it.
+
+        With `?offset=`, the answer is that of Durable Streams: a JSON array of the events' objects behind the offset,
+        at once, or with `&live=long-poll` or `sse` also those that come. HEAD tells the end of the stream.
         """
         tenant, durability = caller_of(request).tenant, self._durability_of(request)
+        only_looks = is_head(request.scope)
+        if only_looks or is_log_request(request):
+            present = None if only_looks else self._present
+            log = JobLog(self._client, present, self._yielder, job_id, tenant, durability)
+            return await self._log_reader.head(log) if only_looks else self._log_reader.read(request, log)
         start = stream_start_of(request.headers.get(LAST_EVENT_HEADER) or request.query_params.get(AFTER))
         if start.index >= 0:
             status = await self._client.status(job_id, tenant=tenant)
@@ -365,4 +377,10 @@ def _prepare_job(services: Services) -> PrepareJob:
     return prepared
 
 
-JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest}, prepare_job=_prepare_job)
+JOBS = HttpDialect(
+    _routes,
+    bodies=(JobRequest,),
+    socket_bodies={JOBS_PATH: JobRequest},
+    prepare_job=_prepare_job,
+    exposed_headers=STREAM_HEADERS,
+)
