@@ -110,6 +110,7 @@ class Outcome:
     """Name and version of Redis."""
     longest_pause_s: float
     problems: list[str]
+    num_unconfirmed: int = 0
     num_chunks: int = 0
     """Chunks that the readers of streams saw."""
     tokens_at_risk: int = 0
@@ -149,6 +150,7 @@ class System:
         history: Recorder,
     ) -> None:
         self.history = history
+        self.tokens_need_replica = load.tokens_need_replica
         self.kind = kind
         self.servers = servers
         self.nodes = nodes
@@ -268,10 +270,13 @@ class System:
     async def end(self, rounds: list[Round]) -> Outcome:
         """Let all jobs end, and check them."""
         load = self.load
+        if rounds and self.tokens_need_replica:
+            await asyncio.to_thread(self.servers.rejoin)
         await load.end()
         problems = await errors_of(work.check for work in load.told.works.values() if work.end)
         problems += await self.http.problems(PATIENCE_S)
-        async with aclosing(connect((self.servers.replica if rounds else self.servers.master).url)) as redis:
+        is_swapped = bool(rounds) and not self.tokens_need_replica
+        async with aclosing(connect((self.servers.replica if is_swapped else self.servers.master).url)) as redis:
             problems += [f"node lost: {event}" for event in await nodes_lost(redis)]
             problems += await wrong_ends(redis, load.told)
             info = await redis.info("server")
@@ -292,7 +297,9 @@ class System:
         )
         repeated = sum(node.held_jobs.counts.repeated_ends for node in self.nodes)
         numbers = repeated, self.client.stats.resubmits, len(self.http.readings), server
-        return Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
+        outcome = Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
+        outcome.num_unconfirmed = told.unconfirmed
+        return outcome
 
 
 async def in_sync(primary: Redis) -> None:
@@ -372,6 +379,7 @@ def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
         "jobs submitted again": sum(one.resubmits for one in outcomes),
         "revocations that no gateway had seen": sum(one.num_unrevoked for one in rounds),
         "queued jobs, fewest": min(one.num_queued for one in rounds),
+        "streams that were not confirmed for 30 s": sum(one.num_unconfirmed for one in outcomes),
         "streams over HTTP": sum(one.num_http for one in outcomes),
         "chunks that a reader saw and the promoted replica lacked": (
             f"{sum(one.tokens_at_risk for one in outcomes)} of {sum(one.num_chunks for one in outcomes)}"

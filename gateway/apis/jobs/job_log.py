@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
@@ -94,7 +94,7 @@ class JobLog:
     ) -> None:
         """`present`: what counts the caller as a reader after its read; None for one that only looks."""
         self.name = job_id
-        self.headers = {JOB_HEADER: job_id}
+        self.headers: Mapping[str, str] = {JOB_HEADER: job_id}
         self._client = client
         self._present = present
         self._yielder = yielder

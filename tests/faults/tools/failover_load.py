@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -15,11 +15,12 @@ from faults.tools.road import POOL
 from faults.tools.work import PROMPT, Work, new_work
 from redis.asyncio import Redis
 
+from penstock.contract.durability import REPLICATED
 from penstock.contract.errors import NotConfirmedError, UnavailableError
 from penstock.contract.job import ResponseRecord
-from penstock.contract.output import TERMINAL_STATES
+from penstock.contract.output import TERMINAL_STATES, Chunk
 from penstock.contract.tenant import ApiKey, Terms
-from penstock.producer.client import AsyncClient
+from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated, with_retries
@@ -77,6 +78,8 @@ class Told:
     """Jobs of which a replica has told that it has them."""
     pauses: list[float] = field(default_factory=list)
     """The longest pause of each stream, in seconds."""
+    unconfirmed: int = 0
+    """Times that a stream ended because no replica confirmed its tokens."""
     at_ms: dict[str, float] = field(default_factory=dict)
     """When the last call about a job or a key was acknowledged, Unix time."""
 
@@ -161,6 +164,11 @@ class Load:
         self._stop = asyncio.Event()
 
     @property
+    def tokens_need_replica(self) -> bool:
+        """Whether the streams wait until a replica has their tokens."""
+        return bool(self._args.token_durability == REPLICATED)
+
+    @property
     def watched(self) -> list[str]:
         """The jobs that the next fail-over may change: all that had not ended before the last one was repaired."""
         return [job_id for job_id in self.told.works if job_id not in self._ended]
@@ -231,7 +239,7 @@ class Load:
         if history is not None:
             history.note("submit", job=job.id, durability="memory")
         last_s, pause_s = time.monotonic(), 0.0
-        async for chunk in job.chunks():
+        async for chunk in self._chunks_of(job):
             now_s = time.monotonic()
             pause_s, last_s = max(pause_s, now_s - last_s), now_s
             work.see_chunk(chunk)
@@ -241,6 +249,23 @@ class Load:
         if history is not None:
             history.note("end", job=job.id, reader="stream", state=work.end)
         self.told.pauses.append(pause_s)
+
+    async def _chunks_of(self, job: AsyncJob) -> AsyncIterator[Chunk]:
+        """Yield the chunks of a job. While no replica confirms them, ask again."""
+        last = -1
+        while True:
+            try:
+                async for chunk in job.chunks():
+                    last = chunk.index
+                    yield chunk
+                return
+            except NotConfirmedError:
+                self.told.unconfirmed += 1
+            while True:
+                with suppress(NotConfirmedError):  # no replica is connected yet
+                    job = await self._client.attach(job.id, after=last, token_durability=self._args.token_durability)
+                    break
+                await asyncio.sleep(PAUSE_S)
 
     async def _operate(self) -> None:
         """Cancel jobs, delete responses and revoke keys. The client reads the keys as a gateway does."""
