@@ -27,7 +27,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.problems import rename
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.mailbox import Mark
+from penstock.producer.client.mailbox import MessageOrigin
 from penstock.producer.client.settings import ClientSettings
 from penstock.queue.broker.connection import Patience, pauses, translated
 from penstock.queue.broker.durable_calls import Confirmed, DurableCalls
@@ -66,7 +66,7 @@ class ConfirmedReads:
         """Close the connections. Readers that wait get UnavailableError."""
         await self._calls.close()
 
-    async def hold(self, pool: str, mark: Mark) -> bool:
+    async def hold(self, pool: str, mark: MessageOrigin) -> bool:
         """Wait until what came with this mark before the call is confirmed.
 
         Return False if another server confirms, or if a connection was lost or a new history begun meanwhile: then the

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
-from penstock.producer.client.mailbox import Feed, HeldMailbox, Mailbox, Mark, QueuedBytes
+from penstock.producer.client.mailbox import Feed, HeldMailbox, Mailbox, MessageOrigin, QueuedBytes
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors, pauses, retried, translated
@@ -135,9 +135,9 @@ class ClientInbox:
         return self._tasks is not None and not self._connection.lost.done()
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> MessageOrigin:
         """What the newest message came from, or if none has come, the subscription."""
-        return Mark(*self._sender, self._num_histories)
+        return MessageOrigin(*self._sender, self._num_histories)
 
     def note_history(self) -> None:
         """Note that the server has a new history. It may lack what arrived here before."""

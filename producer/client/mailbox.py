@@ -324,7 +324,7 @@ class Mailbox:
             waiter.set_result(None)
 
 
-class Mark(NamedTuple):
+class MessageOrigin(NamedTuple):
     """What a message came from. Chunks with another mark may be missing from the log that is there now."""
 
     run_id: str
@@ -340,7 +340,7 @@ class HeldMailbox(Mailbox):
 
     __slots__ = ("_mark_of", "mark")
 
-    def __init__(self, max_chunks: int, queued: QueuedBytes, mark_of: Callable[[], Mark]) -> None:
+    def __init__(self, max_chunks: int, queued: QueuedBytes, mark_of: Callable[[], MessageOrigin]) -> None:
         """`mark_of` returns the mark of the message that is being delivered."""
         super().__init__(max_chunks, queued)
         self._mark_of = mark_of

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, TERMINAL_STATES, Chunk, Outcome, Result, TokenLogprobs
-from penstock.producer.client.mailbox import Feed, HeldMailbox, Mailbox, Mark
+from penstock.producer.client.mailbox import Feed, HeldMailbox, Mailbox, MessageOrigin
 from penstock.producer.client.settings import ClientStats
 from penstock.queue.broker.producer import Attached, has_logprobs
 
@@ -248,7 +248,7 @@ LARGE_CHUNKS_PER_PAGE = 8
 """Page size for chunks with log-probabilities: some hundred kilobytes at most, since a page also ends early."""
 
 
-Hold = Callable[[Mark], Awaitable[bool]]
+Hold = Callable[[MessageOrigin], Awaitable[bool]]
 """Waits until what came with this mark is confirmed. Returns False if its server may not have it: then it is dropped,
 and the log is read again."""
 

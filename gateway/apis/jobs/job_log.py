@@ -179,4 +179,4 @@ def _check(chunk: Chunk, at: _Position) -> None:
 
 def _gone(offset: str) -> GoneError:
     message = f"offset: the job's log has {offset} no more; read it again from {START}"
-    return GoneError(message, code="offset_gone", param=OFFSET)
+    return GoneError(message, param=OFFSET)

@@ -10,7 +10,7 @@
     │   ├── ForbiddenError      403  the API key does not permit the request
     │   ├── TooLargeError       413
     │   ├── NotFoundError       404
-    │   │   └── GoneError       410  it was there, and is not kept any more
+    │   │   └── GoneError       410  the place in a stream is not there any more
     │   └── ConflictError       409  the id or idempotency key belongs to another request
     │       └── DamagedRecordError 409  what Redis has of the named object cannot be read
     ├── BusyError               429  try again after `retry_after_ms`
@@ -153,10 +153,10 @@ class NotFoundError(RequestError):
 
 
 class GoneError(NotFoundError):
-    """What the request names was there, and is not kept any more."""
+    """The place in a stream that the request names was there, and is not there any more."""
 
     status = 410
-    code = "gone"
+    code = "offset_gone"
 
 
 class ConflictError(RequestError):
