@@ -472,7 +472,7 @@ class AsyncClient:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         server = self.servers.of_job(job_id)
-        parts, reads = (server.broker, server.inbox, server.queue_watch), server.token_durabilities.of(durability)
+        parts, reads = (server.broker, server.inbox, server.queue_watch), server.reads(durability)
         if submission is None:
             return JobSource(*parts, job_id, tenant or self._tenant, reads=reads)
         kept = KeptSubmission(submission, self._kept)
@@ -481,7 +481,7 @@ class AsyncClient:
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, server = submission.job, self.servers.of(submission.job.pool)
         inbox, feed = server.inbox, server.inbox.feed(job.id)
-        if (reads := server.token_durabilities.of(job.token_durability)) is not None:
+        if (reads := server.reads(job.token_durability)) is not None:
             await reads.check()
         # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
         box = inbox.open_box(feed, is_held=reads is not None)

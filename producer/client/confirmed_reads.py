@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from redis.asyncio import Redis
 
-from penstock.contract.durability import FSYNC, MEMORY, TOKEN_DURABILITY, Durability, checked_durability
+from penstock.contract.durability import FSYNC, TOKEN_DURABILITY, Durability, checked_durability
 from penstock.contract.errors import (
     NotConfirmedError,
     NotOnDiskError,
@@ -28,7 +28,6 @@ from penstock.contract.errors import (
 from penstock.contract.problems import rename
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import MessageOrigin
-from penstock.producer.client.settings import ClientSettings
 from penstock.queue.broker.connection import Patience, pauses, translated
 from penstock.queue.broker.durable_calls import Confirmed, DurableCalls
 from penstock.queue.broker.shared_connection import SharedConnection, SharedRedis
@@ -140,21 +139,16 @@ class ConfirmedReads:
 class ReadDurabilities:
     """The `ConfirmedReads` of one server, by durability."""
 
-    def __init__(self, redis: Redis, patience: Patience | None, inbox: ClientInbox, settings: ClientSettings) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None, inbox: ClientInbox, outage_s: float) -> None:
         self._parts = redis, patience, inbox
-        self._default, self._outage_s = settings.token_durability, settings.outage_s
+        self._outage_s = outage_s
         self._of: dict[Durability, ConfirmedReads] = {}
 
-    def of(self, durability: Durability | None) -> ConfirmedReads | None:
-        """Return what its readers wait for; None for `memory`, which waits for nothing.
-
-        `durability`: None for the setting. Raises RequestError for an unknown one.
-        """
-        level = checked_durability(durability, TOKEN_DURABILITY) or self._default
-        if level == MEMORY:
-            return None
-        if (found := self._of.get(level)) is None:
-            found = self._of[level] = ConfirmedReads(*self._parts, level, self._outage_s)
+    def of(self, durability: Durability) -> ConfirmedReads:
+        """Return what readers wait for. Raises RequestError for an unknown durability."""
+        if (found := self._of.get(durability)) is None:
+            checked_durability(durability, TOKEN_DURABILITY)
+            found = self._of[durability] = ConfirmedReads(*self._parts, durability, self._outage_s)
         return found
 
     async def close(self) -> None:

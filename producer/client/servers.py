@@ -19,13 +19,14 @@ from functools import partial
 
 from redis.asyncio import Redis
 
+from penstock.contract.durability import Durability
 from penstock.contract.errors import ConfigError, PenstockError, UnavailableError
 from penstock.contract.job import MEMORY, JobKey, pool_of
 from penstock.contract.job_actions import JobFilter
 from penstock.contract.pool import PoolActivity, PoolStats
 from penstock.contract.tenant import ApiKey
 from penstock.contract.usage import UsagePage, UsageQuery
-from penstock.producer.client.confirmed_reads import ReadDurabilities
+from penstock.producer.client.confirmed_reads import ConfirmedReads, ReadDurabilities
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import KeptSubmissions, RecentSubmissions
 from penstock.producer.client.mailbox import QueueWatch
@@ -171,7 +172,8 @@ class QueueServer:
         self.pools = CachedState(self.broker.pools, POOLS_TTL_S)
         self.admissions = Admissions(self.broker.pressure)
         self.inbox = ClientInbox(redis, self.broker, patience, settings, stats)
-        self.token_durabilities = ReadDurabilities(redis, patience, self.inbox, settings)
+        self._token_durability = settings.token_durability
+        self._token_durabilities = ReadDurabilities(redis, patience, self.inbox, settings.outage_s)
         mine = partial(kept.open, has_pool)
         self.renewal = Renewal(redis, self.broker, self.known_jobs, self.inbox, mine, calls, settings)
         self.queue_watch = QueueWatch(patience, QueuePositions(redis, patience), self.admissions)
@@ -181,6 +183,14 @@ class QueueServer:
         """Set once the first probe has ended."""
         self.refusal: ConfigError | None = None
         """Why the server refused the last probe."""
+
+    def reads(self, durability: Durability | None) -> ConfirmedReads | None:
+        """Return what readers wait for; None for `memory`, which waits for nothing. `durability`: None for the setting.
+
+        Raises RequestError for an unknown one.
+        """
+        level = durability or self._token_durability
+        return None if level == MEMORY else self._token_durabilities.of(level)
 
     @property
     def is_away(self) -> bool:
@@ -212,7 +222,7 @@ class QueueServer:
         await self.queue_watch.close()
         await self.admissions.close()
         await self.inbox.close()
-        await self.token_durabilities.close()
+        await self._token_durabilities.close()
         await self.broker.close()
         await self.redis.aclose()
 
