@@ -81,7 +81,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
 }
 _GATEWAY: Mapping[str, tuple[str, ...]] = {
     "HTTP": ("host", "port", "cors_origins", "unknown_fields", "max_tokens_beyond_context"),
-    "Queue": ("redis_url",),
+    "Queue": ("redis_url", "token_durability"),
     "Access": (
         "api_key",
         "require_keys",

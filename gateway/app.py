@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -364,7 +365,7 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
             Cors,
             origins=settings.cors_origins,
             methods=sorted({method for route in routes for method in route.methods or ()}),
-            exposed=[*exposed, "Retry-After-Ms", TRACE_HEADER],
+            exposed=[*exposed, "Retry-After-Ms", TRACE_HEADER, *chain(*(api.exposed_headers for api in DIALECTS))],
         )
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from penstock.contract.durability import Durability
 from penstock.contract.errors import ConfigError
 from penstock.contract.priority import ClassName
 from penstock.contract.tenant import ApiKey, given_keys, given_record
@@ -94,6 +95,9 @@ class GatewaySettings(Settings):
     for several; `*` allows all. Default: none on a loopback address, all on others."""
     open_highest_class: ClassName = "standard"
     """The most urgent priority class that callers may use while no API keys exist."""
+    token_durability: Durability | None = None
+    """What answers wait for before they show a token, unless the request says it: `memory`, Redis; `fsync`, its disk;
+    or `replicated`, a replica. Default: $PENSTOCK_CLIENT_TOKEN_DURABILITY, or memory."""
     unknown_fields: UnknownFields = "refuse"
     """What to do with a body's unknown fields: refuse the request, or ignore and list them in a response header."""
     max_tokens_beyond_context: MaxTokensBeyondContext = "lower"

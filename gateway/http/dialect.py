@@ -90,6 +90,8 @@ class HttpDialect:
     """The shape of its errors, if that is not OpenAI's."""
     background: Mapping[str, Callable[[Services], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """What runs from the gateway's start to its end, by the task's name. A name that several APIs have runs once."""
+    exposed_headers: Collection[str] = ()
+    """Headers of its answers that pages of other sites may read (CORS), beside those of all answers."""
     public_paths: Collection[str] = ()
     """Paths that need no API key, because they reveal nothing of models, tenants and settings."""
 

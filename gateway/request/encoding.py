@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Unpack, cast
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json, to_json
 
+from penstock.contract.durability import Durability
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.fields import UNKNOWN_FIELD, Wire
 from penstock.contract.job import MAX_CUSTOM_ID_CHARS, PackedPrompt, SamplingParams, is_job_id
@@ -212,6 +213,8 @@ class Attach(Wire):
     id: Tag
     job: Annotated[str, AfterValidator(_is_job)]
     after: Position = None
+    token_durability: Durability | None = None
+    """What each chunk waits for; by default the gateway's setting."""
 
 
 class Cancel(Wire):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
 
+from penstock.contract.durability import TOKEN_DURABILITY, Durability
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import UNKNOWN_FIELD, WRONG_MEMBER, Endpoint, IgnoredFields, Wire, given_options, names_at
 from penstock.contract.job import RETURN_PROGRESS, JobKey, QueueFields, QueueOptions, SamplingParams, SubmitOptions
@@ -75,6 +76,11 @@ class GenerationRequest:
     def requires_reader(self) -> bool:
         """Whether the jobs are canceled when they lose all their readers."""
         return self.options.get("needs_reader", not self.options.get("background"))
+
+    @property
+    def token_durability(self) -> Durability | None:
+        """What the tokens of the answer wait for; None: the client's setting."""
+        return self.body.queueing.get("token_durability") or self.options.get("token_durability")
 
     @property
     def shows_waiting(self) -> bool:
@@ -203,6 +209,9 @@ def _parsed_with(body: RequestBody, held: HeldBody, ignored: Sequence[str], rule
             form = inner.names.get("prompt", "prompt")
             message = f"{form}: a job has exactly one prompt, not {len(inner.prompts)}; send a list of jobs"
             raise RequestError(message, param=form)
+        if inner.queueing.get(TOKEN_DURABILITY):
+            message = f"{TOKEN_DURABILITY}: submitting a job shows no tokens; name it where the job is read"
+            raise RequestError(message, param=TOKEN_DURABILITY)
     except RequestError as error:
         put_under(error, held.member)
         raise

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError
+from penstock.contract.errors import NotConfirmedError, NotFoundError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import PackedPrompt, SamplingParams, SubmitOptions
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import rename
@@ -93,7 +93,12 @@ async def open_jobs(
             if keeping is not None:
                 keeping.begin(generation, [generation.cut_at.job_id])
             jobs.append(
-                await client.attach(generation.cut_at.job_id, after=generation.read_after, tenant=generation.tenant)
+                await client.attach(
+                    generation.cut_at.job_id,
+                    after=generation.read_after,
+                    tenant=generation.tenant,
+                    token_durability=generation.token_durability,
+                )
             )
         else:
             submissions = await _submissions(client, generation)
@@ -115,8 +120,9 @@ async def open_jobs(
     except BaseException as error:
         if isinstance(error, PenstockError):
             rename(error, names)
-        is_canceled = isinstance(error, asyncio.CancelledError)
-        may_resume = event_ids and is_canceled and has_begun()
+        # A stream whose tokens Redis does not confirm is cut too: its job goes on.
+        is_cut = isinstance(error, asyncio.CancelledError | NotConfirmedError)
+        may_resume = event_ids and is_cut and has_begun()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await try_all([job.detach if is_shared or may_resume else job.cancel for job in jobs])

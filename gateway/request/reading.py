@@ -431,6 +431,8 @@ class RequestReader:
         if caller.models:
             body = replace(body, model=caller.model_of(body.model))
         key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
+        if body.task is None and (default := self._settings.token_durability) is not None:
+            body = replace(body, queueing={"token_durability": default, **body.queueing})
         owner = "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
         return GenerationRequest(
             body,

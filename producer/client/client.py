@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
+from penstock.contract.durability import Durability
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id
 from penstock.contract.job_actions import FilterOptions, JobFilter
@@ -28,7 +29,7 @@ from penstock.producer.client.kept import KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
 from penstock.producer.client.own_check import CheckedSubmission
 from penstock.producer.client.pool_choice import chosen_pool
-from penstock.producer.client.pools import KEYS_TTL_S, CachedState, counted, naming_pool
+from penstock.producer.client.pools import CachedState, counted, naming_pool
 from penstock.producer.client.request import Prompt, built_job, check_streamable, job_key_of
 from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.schedules import Schedules
@@ -46,15 +47,10 @@ from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import FileRecords
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.results import PackedResult
-from penstock.queue.tenants.key_store import SeenKeys
 from penstock.runtime.settings import pool_urls, redis_url_of
 
-KEYS_PATIENCE_S = 0.25
-"""How long a client of several servers waits for the API keys before it uses those that it knows."""
 READ_PATIENCE_S = 10.0
 """How long the statistics of all pools wait for a server."""
-KEYS_OUTAGE_S = 600.0
-"""How old they may be while the directory is away."""
 
 
 class AsyncClient:
@@ -82,12 +78,8 @@ class AsyncClient:
         urls = pool_urls() if pools is None else pools
         self.servers = servers = QueueServers(url, urls, settings, self.stats, self._kept)
         terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
-        self._tenant, self._terms, self._highest_class = tenant, terms, Priority.of(settings.highest_class)
-        self._queues_without_node, self._durability = settings.queue_without_node, settings.durability
+        self._tenant, self._terms, self._settings = tenant, terms, settings
         directory_connection = servers.directory.redis, servers.directory.patience
-        # Of several servers, keys are fetched before they are too old, so that no call waits for the directory.
-        ttl_s = KEYS_TTL_S / len(servers.all[:2])
-        self._keys = CachedState(SeenKeys(*directory_connection).all, ttl_s, KEYS_TTL_S - ttl_s)
         self.runs = Runs(self.ack, settings.outage_s)
         self._texts = TextCalls(self.runs, self.submit, self.served_pool)
         self.dead = DeadLetterBox(servers, self.submit)
@@ -118,7 +110,6 @@ class AsyncClient:
         if has_ended:
             return  # All of these ended with the event loop of the client.
         await self.runs.close()
-        await self._keys.close()
         await self.servers.close()
 
     async def __aenter__(self) -> Self:
@@ -211,14 +202,14 @@ class AsyncClient:
             job = await built_job(prompt, options, record, self._tenant)
             if job.webhooks:
                 await self.webhooks.check(job.webhooks, job.tenant)
-            if job.priority < self._highest_class:
-                raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
+            if job.priority < (highest := Priority.of(self._settings.highest_class)):
+                raise class_not_allowed(job.priority, highest, "this client (highest_class)")
             server = self.servers.of(record.pool)
             admission = server.admissions.of(record.pool)
             cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await server.inbox.ensure_heartbeat(record.pool)
         if (waits := options.get("queue_without_node")) is None:
-            waits = job.background or self._queues_without_node
+            waits = job.background or self._settings.queue_without_node
         try:
             if not waits:
                 await admission.require_taker(job.tenant, job.level)
@@ -230,7 +221,7 @@ class AsyncClient:
         terms, model = options.get("terms") or self._terms, model or adapter or record.model
         tokens = rate_tokens(job, record.max_model_len)
         # A job that is canceled without a reader would not outlive Redis's machine anyway.
-        durability = job.durability or (MEMORY if job.requires_reader else self._durability)
+        durability = job.durability or (MEMORY if job.requires_reader else self._settings.durability)
         return Submission(job, cost, terms, options.get("response") or NO_RESPONSE, tokens, durability, model, waits)
 
     @with_options(background=False)
@@ -331,18 +322,25 @@ class AsyncClient:
         return AsyncFlow(self.files, self.batches, {"tenant": self._tenant, **options})
 
     async def attach(
-        self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None
+        self,
+        job_id: str,
+        *,
+        after: int = -1,
+        channel: ChannelOption = None,
+        tenant: str | None = None,
+        token_durability: Durability | None = None,
     ) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
 
-        Its further chunks are published on the `channel` too. Raises NotFoundError if Redis does not know the job, or
-        if it is another tenant's, and ConflictError if the open job has another channel.
+        Its further chunks are published on the `channel` too. `token_durability` is that of `submit`. Raises
+        NotFoundError for a job that the tenant does not have, and ConflictError if the open job has another channel.
         """
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
-        source, inbox = self._source(job_id, tenant), self.servers.of_job(job_id).inbox
+        source, inbox = self._source(job_id, tenant, token_durability), self.servers.of_job(job_id).inbox
         source.own_channel = checked_channel(channel)
-        box = inbox.open_box(source.feed)
+        await source.check_durability()
+        box = inbox.open_box(source.feed, is_held=source.hold is not None)
         try:
             attached = await source.attach()
         except BaseException:
@@ -359,17 +357,20 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109
         check: bool = True,
         tenant: str | None = None,
+        token_durability: Durability | None = None,
     ) -> Result:
         """Wait for a job's end and return its result; see `AsyncJob.result`."""
-        return await self._handle(job_id, tenant).result(timeout=timeout, check=check)
+        return await self._handle(job_id, tenant, token_durability).result(timeout=timeout, check=check)
 
-    async def packed_result(self, job_id: str, *, tenant: str | None = None) -> PackedResult | None:
+    async def packed_result(
+        self, job_id: str, *, tenant: str | None = None, token_durability: Durability | None = None
+    ) -> PackedResult | None:
         """Return an ended job's result with parts that are decoded on access, or None while the job is open."""
-        return await self._source(job_id, tenant).last_packed_result()
+        return await self._source(job_id, tenant, token_durability).last_packed_result()
 
     async def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""
-        return await self._source(job_id, tenant).status()
+        return await self._source(job_id, tenant, None).status()
 
     async def jobs(
         self, *, tenant: str | None = None, after: str | None = None, limit: int = 20, **jobs: Unpack[FilterOptions]
@@ -415,7 +416,7 @@ class AsyncClient:
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `AsyncJob.cancel`."""
-        return await self._source(job_id, tenant).cancel()
+        return await self._source(job_id, tenant, None).cancel()
 
     async def ack(self, *job_ids: str, tenant: str | None = None) -> int:
         """Free the results of ended jobs, which the caller has stored. Return how many this call has freed.
@@ -438,15 +439,8 @@ class AsyncClient:
         return await self.servers.of(pool).admissions.of(pool).get()
 
     async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
-        """Return every API key by id, at most two seconds old.
-
-        With `patience_s`, return the last known keys if Redis does not answer within that time. A client of several
-        servers does so while the directory is away, for KEYS_OUTAGE_S: calls of pools in other servers go on.
-        """
-        if self.servers.is_split:
-            wait_s = 0.0 if self.servers.has_no_directory else KEYS_PATIENCE_S
-            return await self._keys.recent_or_last(wait_s, KEYS_OUTAGE_S)
-        return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
+        """Return every API key by id, two seconds old at most; after `patience_s` without an answer, the last known."""
+        return await self.servers.api_keys(patience_s)
 
     async def warn_of_eviction(self) -> None:
         """Log a warning if a Redis may evict keys."""
@@ -468,24 +462,28 @@ class AsyncClient:
         """Return the stored responses of the server that has a job."""
         return self.servers.of_job(job_id).responses
 
-    def _handle(self, job_id: str, tenant: str | None = None) -> AsyncJob:
-        return AsyncJob(self._source(job_id, tenant), self.servers.of_job(job_id).inbox)
+    def _handle(self, job_id: str, tenant: str | None = None, durability: Durability | None = None) -> AsyncJob:
+        return AsyncJob(self._source(job_id, tenant, durability), self.servers.of_job(job_id).inbox)
 
-    def _source(self, job_id: str, tenant: str | None = None, submission: Submission | None = None) -> JobSource:
+    def _source(
+        self, job_id: str, tenant: str | None, durability: Durability | None, submission: Submission | None = None
+    ) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         server = self.servers.of_job(job_id)
-        parts = server.broker, server.inbox, server.queue_watch
+        parts, reads = (server.broker, server.inbox, server.queue_watch), server.reads(durability)
         if submission is None:
-            return JobSource(*parts, job_id, tenant or self._tenant)
+            return JobSource(*parts, job_id, tenant or self._tenant, reads=reads)
         kept = KeptSubmission(submission, self._kept)
-        return JobSource(*parts, job_id, submission.job.tenant, kept, job=submission.job)
+        return JobSource(*parts, job_id, submission.job.tenant, kept, job=submission.job, reads=reads)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, server = submission.job, self.servers.of(submission.job.pool)
         inbox, feed = server.inbox, server.inbox.feed(job.id)
+        if (reads := server.reads(job.token_durability)) is not None:
+            await reads.check()
         # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
-        box = inbox.open_box(feed)
+        box = inbox.open_box(feed, is_held=reads is not None)
         try:
             submitted = await server.broker.submit(submission, inbox.name)
             server.renewal.recent.accepted(submission, submitted, inbox.feed)
@@ -495,7 +493,7 @@ class AsyncClient:
         if submitted.job_id != job.id:
             inbox.close_box(feed, box)
             known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
-            return AsyncJob(self._source(submitted.job_id, submission=known), inbox)
+            return AsyncJob(self._source(submitted.job_id, None, job.token_durability, known), inbox)
         if submitted.existed or not submitted.pushed:
             box.nudge()
-        return AsyncJob(self._source(job.id, submission=submission), inbox, first_box=box)
+        return AsyncJob(self._source(job.id, None, job.token_durability, submission), inbox, first_box=box)

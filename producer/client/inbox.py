@@ -19,12 +19,12 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
-from penstock.producer.client.mailbox import Feed, Mailbox, QueuedBytes
+from penstock.producer.client.mailbox import Feed, HeldMailbox, Mailbox, MessageOrigin, QueuedBytes
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors, pauses, retried, translated
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.broker.shared_connection import SharedConnection
+from penstock.queue.broker.shared_connection import SharedConnection, run_id_of
 from penstock.queue.wire import WireError, decode_message
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import in_rounds
@@ -118,6 +118,9 @@ class ClientInbox:
         self._last_heartbeat_s: dict[str, float] = {}
         self._echoes = Echoes(settings.echo_interval_s)
         self._tasks: asyncio.Task[None] | None = None
+        self._sender = ("", 0)
+        """Of the newest message: the server's run id, and the number of the subscription."""
+        self._num_subscriptions = self._num_histories = 0
         self.is_stopping = False
         """Whether the process stops, so that its callers go on at another one."""
 
@@ -130,6 +133,15 @@ class ClientInbox:
     def is_connected(self) -> bool:
         """Whether the connection of the subscription is open. A killed Redis closes it at once."""
         return self._tasks is not None and not self._connection.lost.done()
+
+    @property
+    def mark(self) -> MessageOrigin:
+        """What the newest message came from, or if none has come, the subscription."""
+        return MessageOrigin(*self._sender, self._num_histories)
+
+    def note_history(self) -> None:
+        """Note that the server has a new history. It may lack what arrived here before."""
+        self._num_histories += 1
 
     # For readers ------------------------------------------------------------------------------------
 
@@ -144,10 +156,14 @@ class ClientInbox:
         """Return the feed of a job if anything here holds it."""
         return self._feeds.get(job_id)
 
-    def open_box(self, feed: Feed, max_chunks: int | None = None) -> Mailbox:
-        """Open a mailbox for one reader of the job. Raises UnavailableError if the inbox is closed."""
+    def open_box(self, feed: Feed, max_chunks: int | None = None, *, is_held: bool = False) -> Mailbox:
+        """Open a mailbox for one reader of the job. Raises UnavailableError if the inbox is closed.
+
+        `is_held`: the reader waits until chunks are confirmed, so it must know what they came from.
+        """
         self._require_open()
-        box = Mailbox(max_chunks or self._settings.max_queued_chunks, self._queued)
+        most = max_chunks or self._settings.max_queued_chunks
+        box = HeldMailbox(most, self._queued, lambda: self.mark) if is_held else Mailbox(most, self._queued)
         feed.boxes.append(box)
         return box
 
@@ -276,11 +292,18 @@ class ClientInbox:
     # Listening --------------------------------------------------------------------------------------
 
     async def _subscribe(self) -> SharedConnection:
-        connection = None
+        connection, sender = None, ("", self._num_subscriptions)
+        self._num_subscriptions += 1
+
+        def dispatch(channel: bytes, message: bytes) -> None:
+            self._sender = sender
+            self.dispatch(channel, message)
+
         try:
             with translated():
-                connection = await SharedConnection.open(self._redis, self.dispatch)
+                connection = await SharedConnection.open(self._redis, dispatch)
                 async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
+                    self._sender = sender = (await run_id_of(connection), sender[1])
                     # Redis sends one answer for each channel.
                     await asyncio.gather(*(connection.call("SUBSCRIBE", c) for c in (self._channel, *self._pools)))
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -15,10 +15,11 @@ from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutE
 from penstock.contract.job import MEMORY, JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.retries import OUTPUT_REJECTED
+from penstock.producer.client.confirmed_reads import ConfirmedReads
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.kept import KeptSubmission
 from penstock.producer.client.mailbox import Mailbox, QueueWatch, WaitWatcher
-from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
+from penstock.producer.client.stream import ChunkSink, Hold, StreamCursor, StreamReader
 from penstock.queue import keys
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker
 from penstock.queue.results import Fetches, PackedResult
@@ -42,8 +43,9 @@ class JobSource:
         kept: KeptSubmission | None = None,
         *,
         job: JobDef | None = None,
+        reads: ConfirmedReads | None = None,
     ) -> None:
-        """`kept` and `job` are those of a job that this process submitted."""
+        """`kept` and `job` are those of a job that this process submitted. `reads`: what its readers wait for."""
         self._broker = broker
         self._inbox = inbox
         self._queue_watch = queue_watch
@@ -55,6 +57,13 @@ class JobSource:
         self.own_channel: Channel | None = None if job is None else job.channel
         """The channel that this process asks for, each time that it attaches."""
         self.feed = inbox.feed(job_id)
+        self._reads = reads
+        self.hold: Hold | None = None if reads is None else partial(reads.hold, pool_of(job_id))
+
+    async def check_durability(self) -> None:
+        """Raise the error of a Redis that cannot promise what the readers wait for."""
+        if self._reads is not None:
+            await self._reads.check()
 
     @property
     def channel(self) -> str | None:
@@ -95,26 +104,30 @@ class JobSource:
     async def log(self, start: int, count: int) -> list[Chunk]:
         """Return up to `count` chunks of the job's log, from index `start`."""
         self._inbox.stats.log_reads += 1
-        chunks = await self._broker.log(self.job_id, start, count)
+        chunks = await self._confirmed(partial(self._broker.log, self.job_id, start, count))
         crash_points.point("after", "log")
         return chunks
 
     async def result(self) -> Result | None:
         """Return the job's result, or None before its end."""
-        return await self._broker.result(self.job_id, self.tenant)
+        return await self._confirmed(partial(self._broker.result, self.job_id, self.tenant))
 
     async def successor_of(self, outcome: Outcome) -> JobSource | None:
         """Return the job that took the place of this one, because its output was refused; else None."""
         found = await self._broker.successor_of(self.job_id, outcome)
         if found is None:
             return None
-        source = JobSource(self._broker, self._inbox, self._queue_watch, found, self.tenant)
+        source = JobSource(self._broker, self._inbox, self._queue_watch, found, self.tenant, reads=self._reads)
         source.is_background, source.own_channel = self.is_background, self.own_channel
         return source
 
     async def packed_result(self, fetches: Fetches | None = None) -> PackedResult | None:
         """Return the job's result, with parts that are decoded on access, or None before its end."""
-        return await self._broker.packed_result(self.job_id, self.tenant, fetches)
+        return await self._confirmed(partial(self._broker.packed_result, self.job_id, self.tenant, fetches))
+
+    async def _confirmed(self, read: Callable[[], Awaitable[Found]]) -> Found:
+        """Return what is read from Redis, once it is as safe as the reader asks."""
+        return await (read() if self._reads is None else self._reads.read(pool_of(self.job_id), read))
 
     async def last_packed_result(self) -> PackedResult | None:
         """Return the result of this job or of the one that took its place; None while that one is open."""
@@ -153,6 +166,7 @@ class JobSource:
         return await self._broker.cancel(self.job_id, self.tenant)
 
 
+Found = TypeVar("Found")
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
 
 
@@ -360,8 +374,16 @@ class AsyncJob:
             await self._inbox.detach(self.id)
 
     @contextmanager
-    def _box_to_read(self) -> Iterator[Mailbox]:
-        box = self._take_first_box() or self._open_box(behind=True)
+    def present(self) -> Iterator[None]:
+        """Count as a reader of the job in the block, without reading it."""
+        with self._closing(self._open_box(behind=False, max_chunks=1)):
+            yield
+
+    def _box_to_read(self) -> AbstractContextManager[Mailbox]:
+        return self._closing(self._take_first_box() or self._open_box(behind=True))
+
+    @contextmanager
+    def _closing(self, box: Mailbox) -> Iterator[Mailbox]:
         try:
             yield box
         finally:
@@ -373,7 +395,7 @@ class AsyncJob:
 
     def _open_box(self, *, behind: bool, max_chunks: int | None = None) -> Mailbox:
         """Open a new mailbox. With `behind`, its reader may have missed chunks, so it first asks for the state."""
-        box = self._inbox.open_box(self._source.feed, max_chunks)
+        box = self._inbox.open_box(self._source.feed, max_chunks, is_held=self._source.hold is not None)
         if behind:
             box.nudge()
         return box

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from penstock.contract.job import pool_of
 from penstock.contract.output import NO_WAIT, TERMINAL_STATES, Chunk, PrefillProgress, QueuePosition, WaitUpdate
@@ -321,6 +322,37 @@ class Mailbox:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+class MessageOrigin(NamedTuple):
+    """What a message came from. Chunks with another mark may be missing from the log that is there now."""
+
+    run_id: str
+    """That of the server; empty if it does not tell."""
+    subscription: int
+    """Which of the inbox's subscriptions brought it."""
+    history: int
+    """How many new histories of the server the process had noticed before."""
+
+
+class HeldMailbox(Mailbox):
+    """A mailbox of a reader that waits until chunks are confirmed. Its chunks all have one mark, the newest one."""
+
+    __slots__ = ("_mark_of", "mark")
+
+    def __init__(self, max_chunks: int, queued: QueuedBytes, mark_of: Callable[[], MessageOrigin]) -> None:
+        """`mark_of` returns the mark of the message that is being delivered."""
+        super().__init__(max_chunks, queued)
+        self._mark_of = mark_of
+        self.mark = mark_of()
+
+    def put(self, chunk: Chunk) -> None:
+        """Queue a chunk. It replaces the chunks with another mark, and its reader then reads the log."""
+        if (mark := self._mark_of()) != self.mark:
+            self.take_all()
+            self.mark = mark
+            self.nudge()
+        super().put(chunk)
 
 
 def _num_logprobs(chunk: Chunk) -> int:

@@ -49,7 +49,7 @@ MAX_SHOWN_RUNS = 100
 _CHANGE_TRIES = 8
 _OF_ONE_JOB = (
     *("job_id", "idempotency_key", "retry_of", "response", "channel", "not_before_s", "max_wait_s"),
-    *("reader_grace_s", "needs_reader", "durability", "queue_without_node"),
+    *("reader_grace_s", "needs_reader", "durability", "token_durability", "queue_without_node"),
 )
 """The options of a job that a schedule cannot give to each of its jobs."""
 

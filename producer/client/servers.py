@@ -19,15 +19,18 @@ from functools import partial
 
 from redis.asyncio import Redis
 
+from penstock.contract.durability import Durability
 from penstock.contract.errors import ConfigError, PenstockError, UnavailableError
 from penstock.contract.job import MEMORY, JobKey, pool_of
 from penstock.contract.job_actions import JobFilter
 from penstock.contract.pool import PoolActivity, PoolStats
+from penstock.contract.tenant import ApiKey
 from penstock.contract.usage import UsagePage, UsageQuery
+from penstock.producer.client.confirmed_reads import ConfirmedReads, ReadDurabilities
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.kept import KeptSubmissions, RecentSubmissions
 from penstock.producer.client.mailbox import QueueWatch
-from penstock.producer.client.pools import POOLS_TTL_S, Admissions, CachedState
+from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.queue.broker.completions import CompletionBroker
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, translated
@@ -42,6 +45,7 @@ from penstock.queue.broker.shared_connection import SharedRedis, clock_of
 from penstock.queue.broker.steering import Steering
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.broker.usage import merged as merged_usage
+from penstock.queue.tenants.key_store import SeenKeys
 from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.settings import without_password
 
@@ -50,6 +54,10 @@ _LOG = logging.getLogger(__package__)
 PROBE_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 2.0
 """A server that has not answered within this time is away. One whose connection closes is away at once."""
+KEYS_PATIENCE_S = 0.25
+"""How long a client of several servers waits for the API keys before it uses those that it knows."""
+KEYS_OUTAGE_S = 600.0
+"""How old they may be while the directory is away. No key can be revoked there meanwhile."""
 POOLS_PATIENCE_S = 0.25
 """How long a list of all pools waits for one of several servers; after that it has the pools that are known of it."""
 _JOBS_AT_ONCE = 64
@@ -94,6 +102,7 @@ class Renewal:
     async def _compare(self) -> None:
         """Submit lost jobs again, repeat what else is recent, and let all readers compare. Raises UnavailableError."""
         self._inbox.stats.histories += 1
+        self._inbox.note_history()
         feeds = self._inbox
         kept = [one for one in self._kept() if not ((feed := feeds.known(one.job.id)) and feed.ended)]
         submissions = {one.job.id: one for one in (*kept, *self.recent.open())}
@@ -163,6 +172,8 @@ class QueueServer:
         self.pools = CachedState(self.broker.pools, POOLS_TTL_S)
         self.admissions = Admissions(self.broker.pressure)
         self.inbox = ClientInbox(redis, self.broker, patience, settings, stats)
+        self._token_durability = settings.token_durability
+        self._token_durabilities = ReadDurabilities(redis, patience, self.inbox, settings.outage_s)
         mine = partial(kept.open, has_pool)
         self.renewal = Renewal(redis, self.broker, self.known_jobs, self.inbox, mine, calls, settings)
         self.queue_watch = QueueWatch(patience, QueuePositions(redis, patience), self.admissions)
@@ -172,6 +183,14 @@ class QueueServer:
         """Set once the first probe has ended."""
         self.refusal: ConfigError | None = None
         """Why the server refused the last probe."""
+
+    def reads(self, durability: Durability | None) -> ConfirmedReads | None:
+        """Return what readers wait for; None for `memory`, which waits for nothing. `durability`: None for the setting.
+
+        Raises RequestError for an unknown one.
+        """
+        level = durability or self._token_durability
+        return None if level == MEMORY else self._token_durabilities.of(level)
 
     @property
     def is_away(self) -> bool:
@@ -203,6 +222,7 @@ class QueueServer:
         await self.queue_watch.close()
         await self.admissions.close()
         await self.inbox.close()
+        await self._token_durabilities.close()
         await self.broker.close()
         await self.redis.aclose()
 
@@ -256,6 +276,10 @@ class QueueServers:
                 raise ConfigError(message, param="pools") from None
         self._of = {pool: by_url[of_pool] for pool, of_pool in own.items()}
         self.all = (self.directory, *by_url.values())
+        # Of several servers, keys are fetched before they are too old, so that no call waits for the directory.
+        ttl_s = KEYS_TTL_S / len(self.all[:2])
+        seen = SeenKeys(self.directory.redis, self.directory.patience)
+        self._keys = CachedState(seen.all, ttl_s, KEYS_TTL_S - ttl_s)
 
     @property
     def clock(self) -> RedisClock:
@@ -302,8 +326,20 @@ class QueueServers:
                 await self.close()
                 raise refusals[0]
 
+    async def api_keys(self, patience_s: float | None) -> dict[str, ApiKey]:
+        """Return every API key by id, at most two seconds old.
+
+        With `patience_s`, return the last known keys if the directory does not answer within that time. Of several
+        servers, they are returned while the directory is away, for KEYS_OUTAGE_S: calls of other pools go on.
+        """
+        if self.is_split:
+            wait_s = 0.0 if self.has_no_directory else KEYS_PATIENCE_S
+            return await self._keys.recent_or_last(wait_s, KEYS_OUTAGE_S)
+        return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
+
     async def close(self) -> None:
         """Close all of them."""
+        await self._keys.close()
         for one in self.all:
             await one.close()
 

@@ -101,6 +101,9 @@ class ClientSettings(Settings):
     durability: Durability = MEMORY
     """What submissions of jobs that go on without a reader, and deletions of responses, wait for: `memory`; `fsync`,
     Redis's disk; or `replicated`, a replica."""
+    token_durability: Durability = MEMORY
+    """What readers of streams and results wait for before they get a token: `memory`; `fsync`, Redis's disk; or
+    `replicated`, a replica."""
     failover_keep_s: float = Field(default=30.0, ge=0, le=600)
     """Seconds for which accepted submissions, cancellations and deletions are kept. If a fail-over loses them, they are
     repeated. The requests of jobs that this client still holds are kept as long as these are open."""

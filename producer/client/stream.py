@@ -6,7 +6,7 @@ Chunks come from the mailbox. The log fills gaps. Once the log has expired, the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, TERMINAL_STATES, Chunk, Outcome, Result, TokenLogprobs
-from penstock.producer.client.mailbox import Feed, Mailbox
+from penstock.producer.client.mailbox import Feed, HeldMailbox, Mailbox, MessageOrigin
 from penstock.producer.client.settings import ClientStats
 from penstock.queue.broker.producer import Attached, has_logprobs
 
@@ -248,10 +248,19 @@ LARGE_CHUNKS_PER_PAGE = 8
 """Page size for chunks with log-probabilities: some hundred kilobytes at most, since a page also ends early."""
 
 
+Hold = Callable[[MessageOrigin], Awaitable[bool]]
+"""Waits until what came with this mark is confirmed. Returns False if its server may not have it: then it is dropped,
+and the log is read again."""
+
+
 class ChunkSource(Protocol):
-    """A reader's access to its job; `JobSource` implements it."""
+    """A reader's access to its job; `JobSource` implements it.
+
+    With `hold`, chunks of messages wait for it before they are looked at; `log` and `result` then wait by themselves.
+    """
 
     feed: Feed
+    hold: Hold | None
 
     async def attach(self) -> Attached:
         """Register this process as a reader, perhaps again, and return the job's state."""
@@ -300,12 +309,12 @@ class StreamReader:
 
     async def batches(self) -> AsyncGenerator[list[Chunk], None]:
         """Yield chunks as they become available, in lists that are never empty. The terminal chunk is the last one."""
-        deliver = None if self._sink is None else self._deliver
+        deliver = None if self._sink is None or self._source.hold is not None else self._deliver
         with self._open_box() as box:
             self._box = box
             while self._cursor.outcome is None:
                 await box.wait(self._source.feed.poll_s, deliver)
-                self._arrived.extend(box.take_all())
+                self._arrived.extend(await self._taken())
                 if box.take_nudge():
                     async for batch in self._catch_up():
                         yield batch
@@ -315,6 +324,15 @@ class StreamReader:
                     if self._arrived:
                         async for batch in self._fill_gap():
                             yield batch
+
+    async def _taken(self) -> list[Chunk]:
+        """Return the chunks of the mailbox, once they are confirmed if the reader waits for that."""
+        box, hold = self._box, self._source.hold
+        chunks = box.take_all()
+        if not chunks or hold is None or not isinstance(box, HeldMailbox) or await hold(box.mark):
+            return chunks
+        box.nudge()
+        return []
 
     def _deliver(self, chunk: Chunk) -> bool:
         """Give the next chunk to the sink, if it is plain, in order, and the sink is ready; return whether it was."""
@@ -364,7 +382,7 @@ class StreamReader:
     async def _comes_by_itself(self) -> bool:
         """Whether the next chunk was still on its way when the broker counted it. It has then arrived by now."""
         await self._source.receive_published()
-        self._arrived.extend(self._box.take_all())
+        self._arrived.extend(await self._taken())
         return any(chunk.index == self._cursor.next_index for chunk in self._arrived)
 
     async def _read_log(self) -> AsyncGenerator[list[Chunk], None]:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.channel import ChannelOption
+from penstock.contract.durability import Durability
 from penstock.contract.durations import Span
 from penstock.contract.errors import PenstockError, UnavailableError, error_of
 from penstock.contract.job import JobOptions, SubmitOptions
@@ -242,15 +243,35 @@ class Client:
         """Return the labels of texts in their order. `ClassifyOptions` lists the options. Errors are as in `embed`."""
         return self._loop.call(self._client.classify(texts, **options))
 
-    def attach(self, job_id: str, *, after: int = -1, channel: ChannelOption = None, tenant: str | None = None) -> Job:
+    def attach(
+        self,
+        job_id: str,
+        *,
+        after: int = -1,
+        channel: ChannelOption = None,
+        tenant: str | None = None,
+        token_durability: Durability | None = None,
+    ) -> Job:
         """Return a handle on a job that any process submitted; see `AsyncClient.attach`."""
-        return Job(self, self._loop.call(self._client.attach(job_id, after=after, channel=channel, tenant=tenant)))
+        job = self._client.attach(
+            job_id, after=after, channel=channel, tenant=tenant, token_durability=token_durability
+        )
+        return Job(self, self._loop.call(job))
 
     def result(
-        self, job_id: str, *, timeout: float | None = None, check: bool = True, tenant: str | None = None
+        self,
+        job_id: str,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        tenant: str | None = None,
+        token_durability: Durability | None = None,
     ) -> Result:
         """Wait for a job's end and return its result; see `Job.result`."""
-        return self._loop.call(self._client.result(job_id, timeout=timeout, check=check, tenant=tenant))
+        result = self._client.result(
+            job_id, timeout=timeout, check=check, tenant=tenant, token_durability=token_durability
+        )
+        return self._loop.call(result)
 
     def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""

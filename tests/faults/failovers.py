@@ -12,12 +12,16 @@ and the next fail-over follows under the same load (`--in-a-row`). A row is reco
 - no node was declared dead, also with `--clocks`: the replica's clock is so many seconds ahead (needs libfaketime).
 
 Some streams are read over HTTP, from a gateway in a process of its own.
+
+`--token-durability replicated`: no stream shows a token that the promoted replica lacks before the repair. What readers
+saw is a history (`faults.tools.history`), which `--history FILE` keeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import signal
 import tempfile
 import time
@@ -41,9 +45,11 @@ from faults.tools.failover_load import (
     lost,
     new_key,
     nodes_lost,
+    note_kept,
     oldest_s,
     wrong_ends,
 )
+from faults.tools.history import Checker, Recorder
 from faults.tools.http_reader import HttpStreams, errors_of
 from faults.tools.report import Measurement, quantile, record
 from faults.tools.road import POOL, SETTINGS, connected
@@ -51,6 +57,7 @@ from faults.tools.sentinel import Replicated
 from faults.tools.work import check_settled, new_work
 from redis.asyncio import Redis
 
+from penstock.contract.durability import MEMORY, REPLICATED
 from penstock.gpu_node.node import Node
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
@@ -103,6 +110,11 @@ class Outcome:
     """Name and version of Redis."""
     longest_pause_s: float
     problems: list[str]
+    num_unconfirmed: int = 0
+    num_chunks: int = 0
+    """Chunks that the readers of streams saw."""
+    tokens_at_risk: int = 0
+    """Of these, how many the promoted replica lacked before the repair."""
 
 
 class BusyMachineError(Exception):
@@ -128,8 +140,17 @@ class System:
     """Servers, two nodes, a gateway and clients. The servers' roles change with each fail-over."""
 
     def __init__(
-        self, kind: Kind, servers: Replicated, nodes: Sequence[Node], client: AsyncClient, load: Load, http: HttpStreams
+        self,
+        kind: Kind,
+        servers: Replicated,
+        nodes: Sequence[Node],
+        client: AsyncClient,
+        load: Load,
+        http: HttpStreams,
+        history: Recorder,
     ) -> None:
+        self.history = history
+        self.tokens_need_replica = load.tokens_need_replica
         self.kind = kind
         self.servers = servers
         self.nodes = nodes
@@ -178,6 +199,9 @@ class System:
         told = self.load.told.now()
         await asyncio.sleep(DELIVERED_S)
         after = await Seen.read(new, before.states)
+        streams = [one for one, work in told.works.items() if work.num_seen and one in before.states]
+        self.history.note("fault", name="primary killed", until=REPLICATED)
+        await note_kept(new, self.history, streams)
         promoted_s = await self._promoted(began_s)
         times = began_s - stopped_s if stopped_s else 0.0, promoted_s
         return self._round(before, after, kill_ms, times, told), after, kill_ms
@@ -246,10 +270,13 @@ class System:
     async def end(self, rounds: list[Round]) -> Outcome:
         """Let all jobs end, and check them."""
         load = self.load
+        if rounds and self.tokens_need_replica:
+            await asyncio.to_thread(self.servers.rejoin)
         await load.end()
         problems = await errors_of(work.check for work in load.told.works.values() if work.end)
         problems += await self.http.problems(PATIENCE_S)
-        async with aclosing(connect((self.servers.replica if rounds else self.servers.master).url)) as redis:
+        is_swapped = bool(rounds) and not self.tokens_need_replica
+        async with aclosing(connect((self.servers.replica if is_swapped else self.servers.master).url)) as redis:
             problems += [f"node lost: {event}" for event in await nodes_lost(redis)]
             problems += await wrong_ends(redis, load.told)
             info = await redis.info("server")
@@ -270,7 +297,9 @@ class System:
         )
         repeated = sum(node.held_jobs.counts.repeated_ends for node in self.nodes)
         numbers = repeated, self.client.stats.resubmits, len(self.http.readings), server
-        return Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
+        outcome = Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
+        outcome.num_unconfirmed = told.unconfirmed
+        return outcome
 
 
 async def in_sync(primary: Redis) -> None:
@@ -281,7 +310,9 @@ async def in_sync(primary: Redis) -> None:
 
 
 @asynccontextmanager
-async def running(args: argparse.Namespace, kind: Kind, servers: Replicated) -> AsyncIterator[tuple[System, str]]:
+async def running(
+    args: argparse.Namespace, kind: Kind, servers: Replicated, history: Recorder
+) -> AsyncIterator[tuple[System, str]]:
     """Run nodes, a gateway and clients of the servers. Yield them and an API key."""
     # The first sentinel is on the clients' side of a split: it names the old primary until the split ends.
     url = servers.url_of([0]) if kind.splits else servers.url
@@ -300,10 +331,10 @@ async def running(args: argparse.Namespace, kind: Kind, servers: Replicated) -> 
         client = await stack.enter_async_context(connected(url))
         operator = await stack.enter_async_context(aclosing(connect(url)))
         key, _ = await new_key(KeyStore(operator))
-        load = Load(client, KeyStore(operator), args)
+        load = Load(client, KeyStore(operator), args, history)
         stack.push_async_callback(load.stop)
         http = await stack.enter_async_context(HttpStreams(url))
-        yield System(kind, servers, nodes, client, load, http), key
+        yield System(kind, servers, nodes, client, load, http, history), key
 
 
 async def fail_overs(args: argparse.Namespace, kind: Kind, num_rounds: int) -> Outcome:
@@ -314,7 +345,8 @@ async def fail_overs(args: argparse.Namespace, kind: Kind, num_rounds: int) -> O
             Path(folder), num_sentinels=3, down_after_ms=DOWN_AFTER_MS, stays_primary=kind.splits, clock_s=kind.clock_s
         ) as servers,
     ):
-        async with running(args, kind, servers) as (system, key):
+        file = io.StringIO()
+        async with running(args, kind, servers, Recorder(file)) as (system, key):
             rounds = list[Round]()
             while len(rounds) < num_rounds:
                 await system.prepare(key, args.http, is_first=not rounds)
@@ -324,7 +356,15 @@ async def fail_overs(args: argparse.Namespace, kind: Kind, num_rounds: int) -> O
                     if not rounds or not servers.has_promoted:
                         raise
                     break
-            return await system.end(rounds)
+            outcome = await system.end(rounds)
+        lines = file.getvalue().splitlines()
+        if args.history is not None:
+            with args.history.open("a") as kept:
+                kept.write(file.getvalue())
+        outcome.problems += map(str, Checker().check(lines))
+        outcome.tokens_at_risk = len(Checker(REPLICATED).check(lines))
+        outcome.num_chunks = sum('"kind": "chunk"' in line for line in lines)
+        return outcome
 
 
 def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
@@ -339,7 +379,11 @@ def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
         "jobs submitted again": sum(one.resubmits for one in outcomes),
         "revocations that no gateway had seen": sum(one.num_unrevoked for one in rounds),
         "queued jobs, fewest": min(one.num_queued for one in rounds),
+        "streams that were not confirmed for 30 s": sum(one.num_unconfirmed for one in outcomes),
         "streams over HTTP": sum(one.num_http for one in outcomes),
+        "chunks that a reader saw and the promoted replica lacked": (
+            f"{sum(one.tokens_at_risk for one in outcomes)} of {sum(one.num_chunks for one in outcomes)}"
+        ),
         "promotion p50 s": quantile([one.promoted_s for one in rounds], 0.5),
         "longest pause of a stream s": max(one.longest_pause_s for one in outcomes),
         "replica behind, longest s": max(one.stopped_s for one in rounds),
@@ -374,7 +418,8 @@ async def run(args: argparse.Namespace) -> int:
         print(kind, row, flush=True)
         num_problems += found
         if not found and args.record:
-            load = f"{args.streams} streams, {args.backlog} queued jobs, {outcomes[-1].server}"
+            level = "" if args.token_durability == MEMORY else f", tokens {args.token_durability}"
+            load = f"{args.streams} streams{level}, {args.backlog} queued jobs, {outcomes[-1].server}"
             record("Fail-overs by Sentinel", f"{kind}; {load}", row)
     return num_problems
 
@@ -391,6 +436,8 @@ def main() -> None:
     parser.add_argument("--clocks", type=float, nargs="*", default=[], help="seconds that the replica is ahead")
     parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--forgetful", action="store_true", help="nodes do not repeat ends: the check must turn red")
+    parser.add_argument("--token-durability", default=MEMORY, choices=[MEMORY, REPLICATED], help="of streams")
+    parser.add_argument("--history", type=Path, help="a file to which the histories are added, as JSON Lines")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     raise SystemExit(1 if asyncio.run(run(args)) else 0)

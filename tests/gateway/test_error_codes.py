@@ -22,6 +22,7 @@ from penstock.contract.errors import (
     ConflictError,
     DamagedRecordError,
     ForbiddenError,
+    GoneError,
     InvariantError,
     JobCancelledError,
     JobExpiredError,
@@ -102,6 +103,7 @@ OF_CLASSES: dict[Callable[..., PenstockError], tuple[str, ...]] = {
         *("pool_not_found", "key_not_found", "file_not_found", "batch_not_found", "delivery_not_found", "no_results"),
         *("no_object", "result_expired", "request_expired", "rows_gone"),
     ),
+    GoneError: ("offset_gone",),
     ConflictError: (
         *("job_running", "job_ended", "job_open", "channel_conflict", "idempotency_conflict", "file_in_use"),
         *("too_many_webhook_endpoints", "batch_ended", "batch_open"),

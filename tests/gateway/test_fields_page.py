@@ -123,6 +123,7 @@ SENT: dict[str, Sent] = {
     "dimensions": Sent(4, 0),
     "documents": Sent(["x", {"text": "y"}], []),
     "durability": Sent("memory", "x"),
+    "token_durability": Sent("memory", "x"),
     "early_stopping": Sent("never", "x", {"use_beam_search": True}),
     "echo": Sent(accepted=True),
     "encoding_format": Sent("base64", "x"),

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.contract.durability import Durability
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, StreamDivergedError, error_of
 from penstock.contract.output import Chunk, Usage
 from penstock.contract.tasks import Embed
@@ -160,14 +161,16 @@ class JobAnswer(Response):
         result_budget: SharedBudget,
         *,
         timeout_s: float,
+        token_durability: Durability | None,
     ) -> None:
-        """timeout_s: how long the caller may delay the body (see BodyWriter)."""
+        """timeout_s: how long the caller may delay the body (see BodyWriter). `token_durability`: of the result."""
         super().__init__()
         self._status = status
         self._client = client
         self._yielder = yielder
         self._result_budget = result_budget
         self._timeout_s = timeout_s
+        self._token_durability = token_durability
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Fetch the result and send the answer."""
@@ -191,7 +194,9 @@ class JobAnswer(Response):
         if self._status.outcome is None:
             return {"result": None}
         try:
-            result = await self._client.packed_result(self._status.job_id, tenant=self._status.tenant)
+            result = await self._client.packed_result(
+                self._status.job_id, tenant=self._status.tenant, token_durability=self._token_durability
+            )
         except NotFoundError as error:
             if error.code != "result_expired":
                 raise
@@ -216,14 +221,19 @@ class JobEvents(EventSource):
         start: StreamStart,
         *,
         with_waiting: bool,
+        token_durability: Durability | None,
     ) -> None:
-        """`with_waiting`: send events with the queue position and the prompt progress before the first chunk."""
+        """`with_waiting`: send events with the queue position and the prompt progress before the first chunk.
+
+        `token_durability`: what each chunk waits for; None for the client's setting.
+        """
         self._client = client
         self._yielder = yielder
         self._job_id = job_id
         self._tenant = tenant
         self._start = start
         self._with_waiting = with_waiting
+        self._token_durability = token_durability
         self.is_new = start.index < 0
 
     def error_event(self, error: PenstockError) -> bytes:
@@ -234,7 +244,9 @@ class JobEvents(EventSource):
         """Attach to the job and send its events."""
         if self.keep is not None:
             self.keep.begin({"job_ids": [self._job_id], "is_stream": True})
-        job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
+        job = await self._client.attach(
+            self._job_id, after=self._start.read_after, tenant=self._tenant, token_durability=self._token_durability
+        )
         writer.headers[JOB_HEADER] = job.id
         self.show_position(job, writer)
         encoder = JobEncoder(self._start)

@@ -1,12 +1,10 @@
-"""The routes of the jobs API, and `GET /v1/jobs/events`, the feed of completions.
+"""The routes of the jobs API, except those of the feed of completions and of steering.
 
 A caller sees only the jobs of its own tenant; others do not exist for it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,19 +14,23 @@ from fastapi.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from penstock.contract.durability import TOKEN_DURABILITY, Durability, checked_durability
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, UnavailableError
 from penstock.contract.job import RETURN_PROGRESS, SubmitOptions, lowered_max_tokens, pool_of
-from penstock.contract.job_actions import MAX_POOL_CHARS, JobFilter
+from penstock.contract.job_actions import JobFilter
 from penstock.contract.pool import notice_of
 from penstock.contract.problems import rename
 from penstock.gateway.apis.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.apis.jobs.control import ALL_TENANTS, ControlRoutes
+from penstock.gateway.apis.jobs.feed import FeedRoutes
+from penstock.gateway.apis.jobs.job_log import JobLog, PresentReaders
+from penstock.gateway.apis.jobs.log_reader import STREAM_HEADERS, LogReader, is_log_request
 from penstock.gateway.apis.jobs.schemas import JobRequest
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import Complete, HttpDialect, PrepareJob, Services
-from penstock.gateway.metrics import GatewayMetrics, StreamMeter
-from penstock.gateway.open_feeds import FeedPlace, OpenFeeds
+from penstock.gateway.http.middleware.request_forms import is_head
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.encoding import JOBS_PATH, MAX_LIST_ITEMS, ListItem
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import check_logprobs
@@ -44,158 +46,15 @@ from penstock.gateway.request_line import line_of_request
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, NOTICE_HEADER, Answers
-from penstock.gateway.stream.event_stream import EventSource
-from penstock.gateway.stream.writer import EventWriter, event
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.completions import Completion, CompletionCursor, CompletionFeed, FeedEvent, checked_tag
 from penstock.producer.client.explanation import explain
-from penstock.producer.client.job_objects import completion_object, job_object, queue_members
+from penstock.producer.client.job_objects import job_object, queue_members
 from penstock.producer.client.many import SubmitRequest
 from penstock.producer.client.request import Prompt
 from penstock.producer.parsed_body import ParsedBody
 from penstock.producer.text_bodies import pool_among
 from penstock.queue.broker.producer import Submitted
 from penstock.runtime.event_loop import LoopYielder
-
-# The feed of completions: one endless stream of events, and cursors into it.
-
-_EVENTS_AT_ONCE = 64
-_CURSOR_EVERY_S = 10.0
-"""Seconds without an event after which a cursor is sent, if completions with other tags were passed meanwhile."""
-
-
-class CompletionEvents(EventSource):
-    """The completions behind a cursor as events. The id of each is the cursor behind it."""
-
-    is_new = False
-
-    def __init__(
-        self,
-        feed: CompletionFeed,
-        open_feeds: OpenFeeds,
-        start: CompletionCursor,
-        tag: str | None,
-        yielder: LoopYielder,
-        stopping: asyncio.Event,
-    ) -> None:
-        """`stopping` ends the stream, because the gateway stops. Its cursor has been sent."""
-        self._feed = feed
-        self._open_feeds = open_feeds
-        self._stopping = stopping
-        self._start = start
-        self._tag = tag
-        self._yielder = yielder
-
-    def error_event(self, error: PenstockError) -> bytes:
-        """Return the last event of a stream that fails."""
-        return event(error_body(error))
-
-    async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
-        """Send the start as a cursor, then events until the caller leaves. Raises BusyError for too many streams."""
-        with self._open_feeds.counting(self._start.tenant) as place:
-            await self._send_pages(writer, place)
-
-    async def _send_pages(self, writer: EventWriter, place: FeedPlace) -> None:
-        sent = self._start
-        await writer.write(_cursor_event(sent))
-        sent_s = time.monotonic()
-        async for page in self._feed.pages(sent, self._tag):
-            if self._stopping.is_set():
-                return
-            for at in range(0, len(page.events), _EVENTS_AT_ONCE):
-                part = page.events[at : at + _EVENTS_AT_ONCE]
-                place.unsent_since_ms = next((e.item.finished_ms for e in part if isinstance(e.item, Completion)), None)
-                await writer.write(b"".join(map(_event_of, part)))
-                await self._yielder.wait()
-            place.unsent_since_ms = None
-            if page.events:
-                sent, sent_s = page.events[-1].cursor, time.monotonic()
-            elif page.cursor is not sent and time.monotonic() - sent_s >= _CURSOR_EVERY_S:
-                sent, sent_s = page.cursor, time.monotonic()
-                await writer.write(_cursor_event(sent))
-
-
-def _event_of(one: FeedEvent) -> bytes:
-    item = one.item
-    if isinstance(item, Completion):
-        shown = completion_object(item) | {"links": {"self": f"/v1/jobs/{item.job_id}"}}
-    else:
-        shown = {"object": "job.gap", "pool": item.pool, "reason": item.reason}
-        shown |= {"from_ms": item.from_ms, "until_ms": item.until_ms}
-    return event(shown, str(one.cursor))
-
-
-def _cursor_event(cursor: CompletionCursor) -> bytes:
-    return event(_cursor_object(cursor), str(cursor))
-
-
-def _cursor_object(cursor: CompletionCursor) -> dict[str, Any]:
-    return {"object": "job.cursor", "cursor": str(cursor)}
-
-
-class FeedRoutes:
-    """The routes of the completions of a caller's tenant."""
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        answers: Answers,
-        open_feeds: OpenFeeds,
-        yielder: LoopYielder,
-        stopping: asyncio.Event,
-    ) -> None:
-        """`stopping` ends all streams, because the gateway stops."""
-        self._feed = client.feed
-        self._answers = answers
-        self._yielder = yielder
-        self._open_feeds = open_feeds
-        self._stopping = stopping
-        self.router = APIRouter()
-        self.router.add_api_route("/v1/jobs/events", self.events)
-        self.router.add_api_route("/v1/jobs/events/cursor", self.cursor)
-
-    async def events(self, request: Request) -> Response:
-        """Stream the caller's jobs as they end, until the caller leaves or the gateway stops.
-
-        Each event's id is the cursor at which to continue.
-
-        `?after=` or `Last-Event-ID` (a cursor; by default the present end), `?tag=`, `?pool=`; `?tenant=` needs the
-        scope `admin`. An event `job.gap` tells a reader that completions are gone which it has not read; the list of
-        jobs has them.
-        """
-        tenant, params = _params_of(request, (AFTER, "tag", "pool"))
-        after, pool = request.headers.get(LAST_EVENT_HEADER) or params.get(AFTER), params.get("pool")
-        tag = checked_tag(params.get("tag"))
-        start = CompletionCursor.parse(after, tenant, pool) if after else await self._end(tenant, pool)
-        source = CompletionEvents(self._feed, self._open_feeds, start, tag, self._yielder, self._stopping)
-        return self._answers.stream(source)
-
-    async def cursor(self, request: Request) -> dict[str, Any]:
-        """Return the cursor of the present end. Taken before jobs are submitted, it misses none of their ends.
-
-        `?pool=`; `?tenant=` needs the scope `admin`.
-        """
-        tenant, params = _params_of(request, ("pool",))
-        return _cursor_object(await self._end(tenant, params.get("pool")))
-
-    async def _end(self, tenant: str, pool: str | None) -> CompletionCursor:
-        async with soon():
-            return await self._feed.cursor(tenant, pool)
-
-
-def _params_of(request: Request, known: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the tenant and the other parameters of a request. Raises RequestError for a wrong or unknown one."""
-    params, caller = dict(request.query_params), caller_of(request)
-    tenant = params.pop("tenant", caller.tenant)
-    if tenant != caller.tenant or "infer" not in caller.scopes:
-        caller.require("admin")
-    if len(params.get("pool", "")) > MAX_POOL_CHARS:
-        raise RequestError(f"pool must have at most {MAX_POOL_CHARS} characters", param="pool")
-    if unknown := sorted(params.keys() - set(known)):
-        name, accepted = unknown[0][:64], ", ".join(known)
-        raise RequestError(f"{name}: {request.url.path} accepts only {accepted} and tenant", param=name)
-    return tenant, params
-
 
 # `POST /v1/jobs`: submit one job or a list of jobs, and return their ids at once.
 
@@ -381,10 +240,11 @@ class JobRoutes:
         result_budget: SharedBudget,
     ) -> None:
         self._client = client
-        self._timeout_s = settings.send_timeout_s
+        self._timeout_s, self._token_durability = settings.send_timeout_s, settings.token_durability
         self._answers = answers
         self._yielder = yielder
         self._result_budget = result_budget
+        self._log_reader, self._present = LogReader(answers), PresentReaders()
         self.router = APIRouter()
         self.router.add_api_route("/v1/jobs", self.list_jobs)
         self.router.add_api_route("/v1/jobs/{job_id}", self.show)
@@ -419,10 +279,15 @@ class JobRoutes:
         return {"object": "list", "data": jobs, "has_more": has_more, "next": page.next_after, "now_ms": now_ms}
 
     async def show(self, request: Request, job_id: str) -> Response:
-        """Return a job's state, ledger and, once it has ended, its outcome and result."""
+        """Return a job's state, ledger and, once it has ended, its outcome and result.
+
+        With `?token_durability=fsync` or `replicated`, a result comes once Redis's disk, or a replica, has it.
+        """
+        durability = self._durability_of(request)
         async with soon():
             status = await self._client.status(job_id, tenant=caller_of(request).tenant)
-        return JobAnswer(status, self._client, self._yielder, self._result_budget, timeout_s=self._timeout_s)
+        parts = self._client, self._yielder, self._result_budget
+        return JobAnswer(status, *parts, timeout_s=self._timeout_s, token_durability=durability)
 
     async def why(self, request: Request, job_id: str) -> dict[str, Any]:
         """Explain a job: how long each part took and on which node, what it waits for, and what would help."""
@@ -433,17 +298,32 @@ class JobRoutes:
         """Stream a job's chunks from the beginning, or after the chunk that `?after=` or `Last-Event-ID` names.
 
         A browser's EventSource repeats its URL with a newer header, so the header counts. Status 204 tells it to stop.
-        With `?return_progress=true`, events without an id report queue position and prompt progress before that.
+        With `?return_progress=true`, events without an id report queue position and prompt progress before that. With
+        `?token_durability=fsync` or `replicated`, a chunk comes once Redis's disk, or a replica, has it.
+
+        With `?offset=`, the answer is that of Durable Streams: a JSON array of the events' objects behind the offset,
+        at once, or with `&live=long-poll` or `sse` also those that come. HEAD tells the end of the stream.
         """
-        tenant = caller_of(request).tenant
+        tenant, durability = caller_of(request).tenant, self._durability_of(request)
+        only_looks = is_head(request.scope)
+        if only_looks or is_log_request(request):
+            present = None if only_looks else self._present
+            log = JobLog(self._client, present, self._yielder, job_id, tenant, durability)
+            return await self._log_reader.head(log) if only_looks else self._log_reader.read(request, log)
         start = stream_start_of(request.headers.get(LAST_EVENT_HEADER) or request.query_params.get(AFTER))
         if start.index >= 0:
             status = await self._client.status(job_id, tenant=tenant)
             if status.outcome is not None and start.index >= status.num_chunks - 1:
                 return Response(status_code=204)
         with_waiting = _truth_of(request, RETURN_PROGRESS)
-        source = JobEvents(self._client, self._yielder, job_id, tenant, start, with_waiting=with_waiting)
+        reading = self._client, self._yielder, job_id, tenant, start
+        source = JobEvents(*reading, with_waiting=with_waiting, token_durability=durability)
         return self._answers.stream(source)
+
+    def _durability_of(self, request: Request) -> Durability | None:
+        """Return what a read waits for. Raises RequestError for an unknown name."""
+        asked = checked_durability(request.query_params.get(TOKEN_DURABILITY), TOKEN_DURABILITY)
+        return asked or self._token_durability
 
     async def ack(self, request: Request, job_id: str) -> dict[str, Any]:
         """Free the result of an ended job, because the caller has stored it. The job's state and usage stay for a day.
@@ -497,4 +377,10 @@ def _prepare_job(services: Services) -> PrepareJob:
     return prepared
 
 
-JOBS = HttpDialect(_routes, bodies=(JobRequest,), socket_bodies={JOBS_PATH: JobRequest}, prepare_job=_prepare_job)
+JOBS = HttpDialect(
+    _routes,
+    bodies=(JobRequest,),
+    socket_bodies={JOBS_PATH: JobRequest},
+    prepare_job=_prepare_job,
+    exposed_headers=STREAM_HEADERS,
+)

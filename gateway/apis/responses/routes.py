@@ -16,8 +16,9 @@ from pydantic_core import to_json
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from penstock.contract.durability import TOKEN_DURABILITY, Durability, checked_durability
 from penstock.contract.errors import InvariantError, JobFailedError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, checked_durability
+from penstock.contract.job import RETURN_PROGRESS, SubmitOptions
 from penstock.contract.output import Usage
 from penstock.gateway.apis.responses.answers import ResponseAnswers, leave
 from penstock.gateway.apis.responses.body import CompactBody, ResponseBody, ResponseOfJob
@@ -256,7 +257,7 @@ class ResponseRoutes:
         yielder: LoopYielder,
     ) -> None:
         self._client = client
-        self._timeout_s = settings.send_timeout_s
+        self._timeout_s, self._token_durability = settings.send_timeout_s, settings.token_durability
         self._answers = answers
         self._result_budget = result_budget
         self._yielder = yielder
@@ -271,8 +272,10 @@ class ResponseRoutes:
         """Return a stored response, or with `?stream=true` its events, after the one that `starting_after` names.
 
         With `?return_progress=true`, further events report queue position and prompt progress before the first token.
+        With `?token_durability=fsync` or `replicated`, output comes once Redis's disk, or a replica, has it.
         """
-        query = _query_of(request, "stream", "starting_after", RETURN_PROGRESS, "include_obfuscation", *_INCLUDE)
+        known = "stream", "starting_after", RETURN_PROGRESS, "include_obfuscation", TOKEN_DURABILITY
+        query = _query_of(request, *known, *_INCLUDE)
         is_stream, with_progress = _truth_of(query, "stream"), _truth_of(query, RETURN_PROGRESS)
         starting_after = query.get("starting_after", "-1")
         if query.get("include_obfuscation", "false") != "false":
@@ -284,10 +287,11 @@ class ResponseRoutes:
             raise RequestError("starting_after must be the sequence number of an event", param="starting_after")
         job_id, tenant = job_id_of(response_id), caller_of(request).tenant
         record = stored_record(self._client, job_id, tenant)
+        durability = checked_durability(query.get(TOKEN_DURABILITY), TOKEN_DURABILITY) or self._token_durability
+        reading = _reading(job_id, tenant, return_progress=with_progress, token_durability=durability)
         if is_stream:
-            reading = _reading(job_id, tenant, return_progress=with_progress)
             return self._answers.stream(reading, record, starting_after=int(starting_after))
-        return self._answers.body(_reading(job_id, tenant), record, waits=False)
+        return self._answers.body(reading, record, waits=False)
 
     async def cancel_response(self, request: Request, response_id: str) -> Response:
         """Cancel a background response and return it. A response that has ended stays as it is."""
@@ -301,7 +305,8 @@ class ResponseRoutes:
             raise RequestError(message, code="not_a_background_response", param="response_id")
         if await self._client.cancel(job_id, tenant=tenant) == "cancelling":
             await _wait_for_end(self._client, job_id, tenant)
-        return self._answers.body(_reading(job_id, tenant), stored, waits=False)
+        reading = _reading(job_id, tenant, token_durability=self._token_durability)
+        return self._answers.body(reading, stored, waits=False)
 
     async def delete_response(self, request: Request, response_id: str) -> dict[str, Any]:
         """Delete a stored response with its output. A response that has not ended is canceled.
@@ -330,11 +335,14 @@ class ResponseRoutes:
         )
 
 
-def _reading(job_id: str, tenant: str, *, return_progress: bool = False) -> GenerationRequest:
+def _reading(
+    job_id: str, tenant: str, *, return_progress: bool = False, token_durability: Durability | None
+) -> GenerationRequest:
     """Return the request that reads a job from its first chunk on."""
     body = ParsedBody(queueing={"return_progress": return_progress})
     cut_at = StreamPosition(job_id, 0, 0)
-    return GenerationRequest(body, {"tenant": tenant, "job_id": job_id}, cut_at, replay_from_start=True)
+    options: SubmitOptions = {"tenant": tenant, "job_id": job_id, "token_durability": token_durability}
+    return GenerationRequest(body, options, cut_at, replay_from_start=True)
 
 
 def _query_of(request: Request, *known: str) -> Mapping[str, str]:

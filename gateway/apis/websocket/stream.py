@@ -19,6 +19,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
+from penstock.contract.durability import TOKEN_DURABILITY
 from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
 from penstock.contract.job import RETURN_PROGRESS
 from penstock.gateway.errors import ID_HEADER, error_body
@@ -196,7 +197,10 @@ class SocketStream:
     async def attach(self, request: Attach) -> None:
         """Send the chunks of a job, then the end."""
         self._job_ids = [request.job]
-        await self._ask("GET", _stream_path(request.job), _position(request.after))
+        query = _position(request.after)
+        if request.token_durability is not None:
+            query[TOKEN_DURABILITY] = request.token_durability
+        await self._ask("GET", _stream_path(request.job), query)
         await self._end()
 
     def leave(self) -> None:

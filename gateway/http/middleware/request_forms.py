@@ -8,6 +8,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _KEY_PREFIX = "pk-"
+_HEAD = "penstock.head"
+"""ASGI extension: the request that is passed on as GET is HEAD."""
+
+
+def is_head(scope: Scope) -> bool:
+    """Return whether a request is HEAD, for a route whose answer then needs not what GET must read."""
+    return bool(scope.get("extensions", {}).get(_HEAD))
 
 
 class PlainPaths:
@@ -55,7 +62,7 @@ class HeadRequests:
             await send(message)
 
         # The server must still see HEAD, and outer middleware the route.
-        as_get = {**scope, "method": "GET"}
+        as_get = {**scope, "method": "GET", "extensions": {**scope.get("extensions", {}), _HEAD: True}}
         try:
             await self._app(as_get, receive, send_head)
         finally:

@@ -10,6 +10,7 @@
     │   ├── ForbiddenError      403  the API key does not permit the request
     │   ├── TooLargeError       413
     │   ├── NotFoundError       404
+    │   │   └── GoneError       410  the place in a stream is not there any more
     │   └── ConflictError       409  the id or idempotency key belongs to another request
     │       └── DamagedRecordError 409  what Redis has of the named object cannot be read
     ├── BusyError               429  try again after `retry_after_ms`
@@ -149,6 +150,13 @@ class NotFoundError(RequestError):
     status = 404
     type = "not_found_error"
     code = "not_found"
+
+
+class GoneError(NotFoundError):
+    """The place in a stream that the request names was there, and is not there any more."""
+
+    status = 410
+    code = "offset_gone"
 
 
 class ConflictError(RequestError):

@@ -55,6 +55,7 @@ from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from penstock.contract.sampling import SamplingParams as SamplingParams
 from penstock.contract.sampling import Text, encodable
 from penstock.contract.sampling import TokenId as TokenId
+from penstock.contract.sampling import lowered_max_tokens as lowered_max_tokens
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task, TextTask
 from penstock.contract.tools import MAX_CALLS_OF_CHAT, TemplateKwargs, Tools, few_calls
 from penstock.contract.webhook import MAX_WEBHOOKS, EndpointId
@@ -128,6 +129,9 @@ class JobDef(CheckedInput):
     durability: Durability | None = None
     """What its submission waits for; None: the client's setting. It is a property of each call, so the request's hash
     does not have it."""
+    token_durability: Durability | None = None
+    """What the readers of the submitting process wait for; None: the client's setting. The request's hash does not have
+    it either."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     tags: Annotated[tuple[Tag, ...], Field(max_length=MAX_TAGS)] = ()
     metadata: Annotated[Metadata, Field(max_length=MAX_METADATA)] | None = None
@@ -261,11 +265,3 @@ class Request:
     check_output: OutputCheck | None = None
     spent: tuple[int, int, int, int] | None = None
     trace: tuple[str, ...] = ()
-
-
-def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:
-    """Return what a prompt leaves of `max_total_tokens`, or None if it leaves `max_tokens` or more, or nothing."""
-    if max_tokens is None or max_total_tokens is None:
-        return None
-    left = max_total_tokens - num_prompt_tokens
-    return left if 0 < left < max_tokens else None

@@ -16,6 +16,7 @@ from penstock.contract.fields import (
     COMPACT,
     COUNT_TOKENS,
     EMBEDDINGS,
+    JOBS,
     MESSAGES,
     OPENAI,
     RESPONSES,
@@ -134,6 +135,15 @@ class QueueFields(BaseModel):
             help="`memory` returns once Redis has the job, `fsync` once its disk has it, and `replicated` once a "
             "replica has it. The default is the client's setting for a job that goes on without a reader, and "
             "`memory` for others.",
+        ),
+    ] = None
+    token_durability: Annotated[
+        Durability | None,
+        Option(
+            {JOBS: None, EMBEDDINGS: None, BATCH_ROWS: None, **_NOT_LISTED},
+            flag="What the answer's tokens wait for: Redis, its disk, or a replica. Default: the client's setting.",
+            help="the answer shows a token once Redis has it (`memory`), once its disk has it (`fsync`), or once a "
+            "replica has it (`replicated`). The default is the setting of the client or gateway.",
         ),
     ] = None
     idempotency_key: Annotated[
@@ -279,6 +289,7 @@ class QueueOptions(TaskQueueOptions, total=False):
     background: bool
     queue_without_node: bool | None
     durability: Durability | None
+    token_durability: Durability | None
     idempotency_key: str | None
     tags: Sequence[str] | None
     metadata: Mapping[str, str] | None

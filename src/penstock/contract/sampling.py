@@ -384,3 +384,11 @@ class SamplingOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     return_token_ids: bool
     cache_salt: str | None
+
+
+def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:
+    """Return what a prompt leaves of `max_total_tokens`, or None if it leaves `max_tokens` or more, or nothing."""
+    if max_tokens is None or max_total_tokens is None:
+        return None
+    left = max_total_tokens - num_prompt_tokens
+    return left if 0 < left < max_tokens else None

@@ -5,25 +5,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from faults.tools.history import Recorder
 from faults.tools.road import POOL
 from faults.tools.work import PROMPT, Work, new_work
 from redis.asyncio import Redis
 
+from penstock.contract.durability import REPLICATED
 from penstock.contract.errors import NotConfirmedError, UnavailableError
 from penstock.contract.job import ResponseRecord
-from penstock.contract.output import TERMINAL_STATES
+from penstock.contract.output import TERMINAL_STATES, Chunk
 from penstock.contract.tenant import ApiKey, Terms
-from penstock.producer.client import AsyncClient
+from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated, with_retries
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.tenants.key_store import KeyStore
+from penstock.queue.wire import decode_chunks
 from penstock.runtime.event_loop import cancel_until_done
 
 STREAM_TOKENS, SHORT_TOKENS = 200, 8
@@ -42,6 +45,14 @@ local found = {}
 for i, names in ipairs(cmsgpack.unpack(ARGV[1])) do
   local state, cancel, finished = unpack(redis.call('HMGET', names[1], 'state', 'cancel', 'finished'))
   found[i] = {state, cancel, redis.call('LLEN', names[2]), redis.call('EXISTS', names[3]), finished}
+end
+return found
+"""
+
+_READ_LOGS = """
+local found = {}
+for i, names in ipairs(cmsgpack.unpack(ARGV[1])) do
+  found[i] = {redis.call('HGET', names[1], 'state'), redis.call('LRANGE', names[2], 0, -1)}
 end
 return found
 """
@@ -67,6 +78,8 @@ class Told:
     """Jobs of which a replica has told that it has them."""
     pauses: list[float] = field(default_factory=list)
     """The longest pause of each stream, in seconds."""
+    unconfirmed: int = 0
+    """Times that a stream ended because no replica confirmed its tokens."""
     at_ms: dict[str, float] = field(default_factory=dict)
     """When the last call about a job or a key was acknowledged, Unix time."""
 
@@ -134,7 +147,11 @@ class Seen:
 class Load:
     """Streams one after the other, a backlog, and an operator who cancels, deletes and revokes, until told to stop."""
 
-    def __init__(self, client: AsyncClient, store: KeyStore, args: argparse.Namespace) -> None:
+    def __init__(
+        self, client: AsyncClient, store: KeyStore, args: argparse.Namespace, history: Recorder | None = None
+    ) -> None:
+        """`history` gets what the readers of streams see."""
+        self._history = history
         self._client = client
         self._store = store
         self._args = args
@@ -145,6 +162,11 @@ class Load:
         self._candidates: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
+
+    @property
+    def tokens_need_replica(self) -> bool:
+        """Whether the streams wait until a replica has their tokens."""
+        return bool(self._args.token_durability == REPLICATED)
 
     @property
     def watched(self) -> list[str]:
@@ -211,14 +233,39 @@ class Load:
 
     async def _read_stream(self) -> None:
         work = new_work(POOL, STREAM_TOKENS, temperature=1.0, background=False)
-        job = await self._client.submit(PROMPT, **work.options)
+        level, history = self._args.token_durability, self._history
+        job = await self._client.submit(PROMPT, token_durability=level, **work.options)
         self._accepted(work)
+        if history is not None:
+            history.note("submit", job=job.id, durability="memory")
         last_s, pause_s = time.monotonic(), 0.0
-        async for chunk in job.chunks():
+        async for chunk in self._chunks_of(job):
             now_s = time.monotonic()
             pause_s, last_s = max(pause_s, now_s - last_s), now_s
             work.see_chunk(chunk)
+            if history is not None and chunk.token_ids:
+                shown = {"choice": chunk.choice, "position": chunk.position, "tokens": chunk.token_ids}
+                history.note("chunk", job=job.id, reader="stream", durability=level, **shown)
+        if history is not None:
+            history.note("end", job=job.id, reader="stream", state=work.end)
         self.told.pauses.append(pause_s)
+
+    async def _chunks_of(self, job: AsyncJob) -> AsyncIterator[Chunk]:
+        """Yield the chunks of a job. While no replica confirms them, ask again."""
+        last = -1
+        while True:
+            try:
+                async for chunk in job.chunks():
+                    last = chunk.index
+                    yield chunk
+                return
+            except NotConfirmedError:
+                self.told.unconfirmed += 1
+            while True:
+                with suppress(NotConfirmedError):  # no replica is connected yet
+                    job = await self._client.attach(job.id, after=last, token_durability=self._args.token_durability)
+                    break
+                await asyncio.sleep(PAUSE_S)
 
     async def _operate(self) -> None:
         """Cancel jobs, delete responses and revoke keys. The client reads the keys as a gateway does."""
@@ -243,6 +290,19 @@ class Load:
                 with suppress(UnavailableError):  # then the operator was told nothing
                     await self._store.revoke(key_id)
                     self.told.note(self.told.revoked, key_id)
+
+
+async def note_kept(redis: Redis, history: Recorder, job_ids: Iterable[str]) -> None:
+    """Note what a server has of some streams that were open, before any process repairs it."""
+    names = [(keys.job(job_id), keys.log(job_id)) for job_id in job_ids]
+    with translated():
+        answers = await cast(Any, redis.eval(_READ_LOGS, 0, scripts.packed(names)))
+    for job_id, (state, entries) in zip(job_ids, answers, strict=True):
+        tokens: dict[int, list[int]] = {}
+        for chunk in (chunk for entry in entries for chunk in decode_chunks(entry)):
+            tokens.setdefault(chunk.choice, []).extend(chunk.token_ids)
+        ended = (state or b"").decode() in TERMINAL_STATES
+        history.note("kept", job=job_id, known=bool(state), tokens=tokens, ended=ended)
 
 
 def lost(told: Told, before: Seen, after: Seen) -> dict[str, set[str]]:

@@ -24,7 +24,7 @@ OF_SERVICES: Mapping[type, frozenset[str]] = {
             *("servers", "runs", "dead", "files", "batches", "feed"),
         )
     ),
-    AsyncJob: frozenset(("batches", "packed_result", "ended_result", "renew")),
+    AsyncJob: frozenset(("batches", "packed_result", "ended_result", "renew", "present")),
     JobControl: frozenset(("change", "finished", "start", "stop", "continue_bulk", "keep_continuing")),
     Webhooks: frozenset(("queue", "disable", "secrets_of", "notify", "subscribed", "known_of", "check")),
 }

@@ -11,6 +11,9 @@ connections.
 WAITAOF of Redis 7.4 and of Valkey 8 answers too early with `everysec`, which Redis 8.0 has corrected
 (https://github.com/redis/redis/pull/13793). There, and on servers without WAITAOF, `appendfsync always` makes Redis
 itself wait for the disk before it replies. In place of WAITAOF, a round then asks whether that is still set.
+
+A reader that waits until what it has read is safe makes a small write of its own (`confirm`). All readers that ask at
+the same time share that write, and with it a round.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -38,7 +41,7 @@ from penstock.contract.errors import (
 )
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.scripts import Argument, command
-from penstock.queue.broker.shared_connection import SharedConnection
+from penstock.queue.broker.shared_connection import SharedConnection, run_id_of
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import cancel_until_done
 
@@ -62,6 +65,16 @@ _ROLE_CHANGED = re.compile(r"\bUNBLOCKED\b|WAIT(AOF)? cannot be used with replic
 """Errors of a server that is a replica, or has become one meanwhile."""
 
 
+class Confirmed(NamedTuple):
+    """What a round says about a call of a script."""
+
+    answer: Any
+    is_confirmed: bool
+    """Whether the disk, or a replica, has all that the server had written before its answer."""
+    run_id: str
+    """That of the server, if the calls ask for it."""
+
+
 @dataclass(eq=False, slots=True)
 class _Call:
     """A script call that waits for its answer, and for whether its writes are confirmed."""
@@ -70,11 +83,11 @@ class _Call:
     pool: str
     arguments: Sequence[Argument]
     check: Callable[[Any], None]
-    done: asyncio.Future[tuple[Any, bool]]
+    done: asyncio.Future[Confirmed]
 
-    def finish(self, answer: Any, *, is_confirmed: bool) -> None:
+    def finish(self, answer: Any, run_id: str, *, is_confirmed: bool) -> None:
         if not self.done.done():  # its caller may be gone
-            self.done.set_result((answer, is_confirmed))
+            self.done.set_result(Confirmed(answer, is_confirmed, run_id))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -87,6 +100,7 @@ class _Line:
 
     connection: SharedConnection
     confirm: tuple[Any, ...]
+    run_id: str = ""
 
     async def is_confirmed(self, confirmation: asyncio.Future[Any]) -> bool:
         """Return whether the answer to `confirm` says that the writes are safe. Raises UnavailableError."""
@@ -109,12 +123,20 @@ class _Line:
 class DurableCalls:
     """Script calls of one client that wait for the disk, or for a replica."""
 
-    def __init__(self, redis: Redis, patience: Patience | None, durability: Durability) -> None:
-        """`patience`: how rounds are repeated while Redis is unreachable. Their scripts must be idempotent."""
+    def __init__(
+        self, redis: Redis, patience: Patience | None, durability: Durability, *, names_server: bool = False
+    ) -> None:
+        """`patience`: how rounds are repeated while Redis is unreachable. Their scripts must be idempotent.
+
+        `names_server`: tell which server confirmed a call. Its user must be allowed to run INFO.
+        """
         self.patience = patience
         self._redis = redis
         self._durability = durability
+        self._names_server = names_server
         self._waiting: list[_Call] = []
+        self._shared: _Call | None = None
+        """The write of `confirm` that has not begun yet."""
         self._free: list[_Line] = []
         self._rounds: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -131,6 +153,40 @@ class DurableCalls:
         without a call of the script, UnsupportedDurabilityError if this Redis cannot promise it, and NotReplicatedError
         if no replica is connected.
         """
+        confirmed = await self._add(name, pool, arguments, check).done
+        return confirmed.answer, confirmed.is_confirmed
+
+    async def confirm(self, name: str, pool: str, arguments: Sequence[Argument]) -> Confirmed:
+        """Return whether the disk, or a replica, has all that Redis had written before this call, and which server.
+
+        For that, it calls a script that always writes. Calls share the one that has not begun, whatever its arguments.
+        Raises what `call` raises.
+        """
+        if self._shared is None:
+            self._shared = self._add(name, pool, arguments, lambda _: None)
+            self._shared.done.add_done_callback(_note_error)
+        # Of several callers, one that leaves must not take the answer from the others.
+        return await asyncio.shield(self._shared.done)
+
+    async def check(self) -> None:
+        """Raise the error of a Redis that cannot promise it now: that of `call` without a call of a script."""
+        await self._check()
+
+    @retried
+    async def _check(self) -> None:
+        if self._is_closed:
+            raise _closed()
+        with translated():
+            line = await self._line()
+            try:
+                if self._durability == REPLICATED:
+                    await _replicating_command(line.connection)
+            except BaseException:
+                line.connection.close()
+                raise
+            self._free.append(line)
+
+    def _add(self, name: str, pool: str, arguments: Sequence[Argument], check: Callable[[Any], None]) -> _Call:
         if self._is_closed:
             raise _closed()
         loop = asyncio.get_running_loop()
@@ -140,7 +196,7 @@ class DurableCalls:
             self._begin_round()
         elif self._timer is None:
             self._timer = loop.call_later(GATHER_S, self._begin_round)
-        return await one.done
+        return one
 
     async def close(self) -> None:
         """Close all connections. Calls that wait get UnavailableError."""
@@ -170,6 +226,8 @@ class DurableCalls:
 
     async def _run_round(self) -> None:
         calls, self._waiting = self._waiting[:MAX_CALLS_PER_ROUND], self._waiting[MAX_CALLS_PER_ROUND:]
+        if self._shared in calls:
+            self._shared = None
         if self._waiting:
             self._begin_round()
         error: Exception = _closed()
@@ -203,16 +261,22 @@ class DurableCalls:
         while self._free:
             if not (line := self._free.pop()).connection.lost.done():
                 return line
-        return await _open_line(self._redis, self._durability)
+        return await _open_line(self._redis, self._durability, names_server=self._names_server)
 
 
-async def _open_line(redis: Redis, durability: Durability) -> _Line:
+async def _open_line(redis: Redis, durability: Durability, *, names_server: bool = False) -> _Line:
     """Open a connection. Raises UnsupportedDurabilityError, NotReplicatedError, and redis-py's errors."""
     connection = await SharedConnection.open(redis)
     try:
-        if durability == REPLICATED:
-            return _Line(connection, await _replicating_command(connection))
-        return _Line(connection, await _syncing_command(connection))
+        choose = _replicating_command if durability == REPLICATED else _syncing_command
+        confirm = await choose(connection)
+        run_id = await run_id_of(connection) if names_server else ""
+        if names_server and not run_id:
+            message = (
+                f"durability: {durability} is not possible, because Redis refuses INFO; the ACL rule +info permits it"
+            )
+            raise UnsupportedDurabilityError(message, param="durability")
+        return _Line(connection, confirm, run_id)
     except BaseException:
         connection.close()
         raise
@@ -280,7 +344,7 @@ async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Cal
     is_confirmed = await line.is_confirmed(confirmation)
     for one, answer in written:
         crash_points.point("after", one.name)
-        one.finish(answer, is_confirmed=is_confirmed)
+        one.finish(answer, line.run_id, is_confirmed=is_confirmed)
     if failure is not None:
         raise failure
     return unknown
@@ -393,6 +457,12 @@ async def _info_of(connection: SharedConnection) -> dict[str, str]:
     except (InvariantError, ConfigError):
         pass
     return found
+
+
+def _note_error(done: asyncio.Future[Confirmed]) -> None:
+    """Mark the error of a shared write as seen: all of its callers may have left."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _closed() -> UnavailableError:

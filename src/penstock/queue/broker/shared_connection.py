@@ -30,6 +30,7 @@ PIECE_BYTES = 128 << 10
 MAX_PIECES_PER_ROUND = 4
 """Pieces that are written before the event loop runs other callbacks."""
 _UNFINISHED = object()
+_RUN_ID = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _REPLY_ERRORS = {
     "NOSCRIPT": exceptions.NoScriptError,
     "NOPERM": exceptions.NoPermissionError,
@@ -83,6 +84,8 @@ class SharedConnection(asyncio.Protocol):
         self.address: tuple[str, int] = ("", 0)
         """Host and port to which redis-py connected; of a Unix socket, nothing."""
         self.peer_ip = ip_of(self._transport)
+        self.run_id: str | None = None
+        """That of the server, once `run_id_of` has asked for it."""
         self.lost: asyncio.Future[Exception] = self._loop.create_future()
         """Done once the connection has failed or was closed; its result is the reason."""
 
@@ -232,6 +235,20 @@ def ip_of(transport: asyncio.BaseTransport) -> str:
     return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
+async def run_id_of(line: SharedConnection) -> str:
+    """Return the id that the server at the other end has since its start; an empty text if it does not tell.
+
+    A connection that subscribes can ask only before it does. Raises redis-py's errors.
+    """
+    if line.run_id is None:
+        try:
+            found = _RUN_ID.search(await line.call("INFO", "server"))
+        except exceptions.ResponseError:
+            found = None  # The ACL user may not call INFO.
+        line.run_id = "" if found is None else found[1].decode()
+    return line.run_id
+
+
 def _is_large(command: Sequence[Any]) -> bool:
     return any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command)
 
@@ -351,6 +368,13 @@ class SharedRedis(Redis):
         if isinstance(pool := self.connection_pool, SentinelConnectionPool):
             await pool.disconnect()
             await pool.sentinel_manager.aclose()
+
+    async def identified_line(self) -> tuple[SharedConnection, str]:
+        """Return the shared connection, and the run id of its server."""
+        line = self._line
+        if line is None or line.lost.done():
+            line = await self._open_line()
+        return line, await run_id_of(line)
 
     async def _open_line(self) -> SharedConnection:
         """Return the open connection, connecting first if needed.

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from penstock.gateway import open_feeds
-from penstock.gateway.apis.jobs import routes
+from penstock.gateway.apis.jobs import feed
 from penstock.queue import keys
 from penstock.queue.broker.completions import MAX_CURSOR_CHARS
 from tests.gateway.apis.jobs.test_job_tenants import Callers
@@ -111,7 +111,7 @@ def test_a_stream_has_the_jobs_of_a_tag_and_of_a_pool(http: httpx.Client, redis_
 def test_a_reader_of_one_tag_gets_cursors_behind_what_it_skips(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "_CURSOR_EVERY_S", 0.0)
+    monkeypatch.setattr(feed, "_CURSOR_EVERY_S", 0.0)
     with reading(http, "?tag=red") as events:
         job_id = submit(http)
         event_id, shown = next(events)

@@ -1,0 +1,234 @@
+"""The read half of Durable Streams 1.0 (https://github.com/durable-streams/durable-streams), over a log of messages.
+
+A reader names an offset and gets the messages behind it as a JSON array, at once, by long-poll, or as server-sent
+events. Offsets are texts that only the log understands. They sort as the log does. `LogReader` knows no jobs: it reads
+any `MessageLog`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from fastapi import Request, Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from penstock.contract.errors import PenstockError, RequestError
+from penstock.gateway.errors import error_body
+from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.stream.answer import Answers
+from penstock.gateway.stream.event_stream import EventSource, until_disconnected, while_connected
+from penstock.gateway.stream.writer import CallerGoneError, EventWriter, event
+
+OFFSET, LIVE, CURSOR = "offset", "live", "cursor"
+"""The parameters of the query. A request with one of the first two is one of Durable Streams."""
+START: Final = "-1"
+NOW: Final = "now"
+"""The two offsets that every log knows: before its first message, and behind its present last one."""
+STREAM_HEADERS = ("Stream-Next-Offset", "Stream-Up-To-Date", "Stream-Closed", "Stream-Cursor", "ETag")
+LONG_POLL_S = 20.0
+"""Seconds that a long-poll waits for a message."""
+EVENTS_S = 60.0
+"""Seconds after which a stream of events is complete; its reader comes again."""
+_LONG_POLL, _SSE = "long-poll", "sse"
+_CACHED = "private, max-age=60, stale-while-revalidate=300"
+_EPOCH_S, _INTERVAL_S, _JITTER_S = 1_728_432_000, 20, 3600
+"""Cursors count intervals since 9 October 2024, as the protocol says."""
+_MAX_CURSOR_DIGITS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The next messages of a log."""
+
+    messages: Sequence[bytes]
+    """Each one is a JSON value."""
+    next_offset: str
+    """That behind the last message."""
+    is_up_to_date: bool
+    """Whether these are all messages that there are by now."""
+    is_closed: bool
+    """Whether no further message will come."""
+
+
+class MessageLog(Protocol):
+    """A log of messages that grows at its end, until it is closed."""
+
+    name: str
+    """It differs from that of every other log."""
+    headers: Mapping[str, str]
+    """What its answers have beside the protocol's headers."""
+
+    def pages(self, offset: str) -> AsyncGenerator[Page, None]:
+        """Yield what is behind an offset: at once what there is, maybe nothing, and then what comes.
+
+        Ends behind a page that is closed. Raises NotFoundError for no log, RequestError for an offset of another form,
+        and GoneError for one that the log does not have any more.
+        """
+
+
+def is_log_request(request: Request) -> bool:
+    """Return whether a request is one of Durable Streams."""
+    return OFFSET in request.query_params or LIVE in request.query_params
+
+
+class LogReader:
+    """Makes the answers about a log."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    async def head(self, log: MessageLog) -> Response:
+        """Return the end of the log, and whether it is closed, as headers."""
+        page = await _first(log, NOW)
+        return Response(headers={**log.headers, **_headers_of(page), **_JSON, "Cache-Control": "no-store"})
+
+    def read(self, request: Request, log: MessageLog) -> Response:
+        """Return the messages behind the offset that the query names. Raises RequestError."""
+        query = request.query_params
+        offsets = query.getlist(OFFSET)
+        if len(offsets) > 1 or "" in offsets:
+            raise RequestError("offset: send one, that is not empty", param=OFFSET)
+        live = query.get(LIVE)
+        if live not in (None, _LONG_POLL, _SSE):
+            raise RequestError(f"live must be {_LONG_POLL} or {_SSE}", param=LIVE)
+        if live is not None and not offsets:
+            raise RequestError(f"offset: is required with live; {START} is the beginning", param=OFFSET)
+        offset = offsets[0] if offsets else START
+        if live == _SSE:
+            return self._answers.stream(_LogEvents(log, offset, query.get(CURSOR)))
+        known = request.headers.get("if-none-match")
+        return _PageAnswer(log, offset, known=known, cursor=query.get(CURSOR), waits=live is not None)
+
+
+async def _first(log: MessageLog, offset: str) -> Page:
+    async with aclosing(log.pages(offset)) as pages:
+        return await anext(pages)
+
+
+_JSON = {"Content-Type": "application/json", "X-Content-Type-Options": "nosniff"}
+
+
+def _headers_of(page: Page) -> dict[str, str]:
+    headers = {"Stream-Next-Offset": page.next_offset}
+    if page.is_up_to_date:
+        headers["Stream-Up-To-Date"] = "true"
+    if page.is_closed:
+        headers["Stream-Closed"] = "true"
+    return headers
+
+
+def next_cursor(known: str | None, now_s: float) -> str:
+    """Return the number of the present interval, or a larger one than the reader's `known` cursor.
+
+    So no cache answers two polls of a reader alike.
+    """
+    interval = int((now_s - _EPOCH_S) // _INTERVAL_S)
+    if known is not None and known.isdecimal() and len(known) <= _MAX_CURSOR_DIGITS and int(known) >= interval:
+        return str(int(known) + random.randint(1, _JITTER_S // _INTERVAL_S))
+    return str(interval)
+
+
+def _array_of(messages: Sequence[bytes]) -> bytes:
+    return b"[" + b",".join(messages) + b"]"
+
+
+class _PageAnswer(Response):
+    """One page, at once or after the next message has come."""
+
+    def __init__(self, log: MessageLog, offset: str, *, known: str | None, cursor: str | None, waits: bool) -> None:
+        """`known`: the tags of the pages that the caller has. `waits`: it is a long-poll."""
+        super().__init__()
+        self._log = log
+        self._offset = offset
+        self._known = known
+        self._cursor = cursor
+        self._waits = waits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the page and send it."""
+        with suppress(CallerGoneError):
+            await while_connected(self._answer(scope, receive, send), until_disconnected(receive))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        page = await self._page()
+        headers = {**self._log.headers, **_headers_of(page)}
+        if self._waits and not page.is_closed:
+            headers["Stream-Cursor"] = next_cursor(self._cursor, time.time())
+        if self._waits and not page.messages:
+            answer = Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
+        else:
+            answer = self._with_messages(page, headers)
+        await answer(scope, receive, send)
+
+    async def _page(self) -> Page:
+        async with aclosing(self._log.pages(self._offset)) as pages:
+            page = await anext(pages)
+            if self._waits and not page.messages and not page.is_closed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LONG_POLL_S):
+                        page = await anext(pages)
+            return page
+
+    def _with_messages(self, page: Page, headers: dict[str, str]) -> Response:
+        if self._offset == NOW:
+            return Response(_array_of(page.messages), headers={**headers, **_JSON, "Cache-Control": "no-store"})
+        tag = f'"{self._log.name}:{self._offset}:{page.next_offset}{":c" if page.is_closed else ""}"'
+        # What is at the end of an open log is asked for again, until there is something.
+        headers |= {"ETag": tag, "Cache-Control": _CACHED if page.messages else "no-store"}
+        if not self._waits and _has_tag(self._known, tag):
+            return Response(status_code=304, headers=headers)
+        return Response(_array_of(page.messages), headers={**headers, **_JSON})
+
+
+def _has_tag(known: str | None, tag: str) -> bool:
+    """Return whether the header If-None-Match has a tag."""
+    return known is not None and tag in (one.strip().removeprefix("W/") for one in known.split(","))
+
+
+class _LogEvents(EventSource):
+    """The pages of a log as events `data`, each with an event `control` behind it."""
+
+    is_new = False
+
+    def __init__(self, log: MessageLog, offset: str, cursor: str | None) -> None:
+        self._log = log
+        self._offset = offset
+        self._cursor = cursor
+
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the last event of a stream that fails. It has no name, so readers of pages pass over it."""
+        return event(error_body(error))
+
+    async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
+        """Send pages until the log is closed, or for EVENTS_S."""
+        writer.headers.update(self._log.headers)
+        end_s = asyncio.get_running_loop().time() + EVENTS_S
+        async with aclosing(self._log.pages(self._offset)) as pages:
+            while True:
+                try:
+                    async with asyncio.timeout_at(end_s):
+                        page = await anext(pages)
+                except TimeoutError:
+                    return
+                await writer.write(self._events_of(page))
+                meter.sent()
+                if page.is_closed:
+                    return
+
+    def _events_of(self, page: Page) -> bytes:
+        control: dict[str, str | bool] = {"streamNextOffset": page.next_offset}
+        if not page.is_closed:
+            self._cursor = control["streamCursor"] = next_cursor(self._cursor, time.time())
+        if page.is_up_to_date:
+            control["upToDate"] = True
+        if page.is_closed:
+            control["streamClosed"] = True
+        data = b"event: data\ndata: " + _array_of(page.messages) + b"\n\n" if page.messages else b""
+        return data + b"event: control\ndata: " + to_json(control) + b"\n\n"
