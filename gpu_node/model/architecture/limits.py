@@ -129,6 +129,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _SCALE),
     **dict.fromkeys(("logits_scaling", "query_pre_attn_scalar"), _SCALE),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), _SCALE),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _SCALE),
     "eos_token_id": Limit(-1, (1 << 31) - 1),
 }

@@ -159,6 +159,13 @@ _SETTINGS = {
         "attention.sliding_window": "sliding_window",
     },
     "gemma3": {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    "gpt-oss": {
+        "attention.key_length": "head_dim",
+        "attention.sliding_window": "sliding_window",
+        "expert_feed_forward_length": "intermediate_size",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
     "granite": {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -268,4 +275,6 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
     prefix = f"{header.metadata.get('general.architecture')}.rope.scaling."
     keys = {prefix + theirs: ours for theirs, ours in _ROPE_FIELDS.items()}
     found = {ours: header.metadata[key] for key, ours in keys.items() if key in header.metadata}
+    if header.metadata.get("general.architecture") == "gpt-oss":
+        found["truncate"] = False  # All models of this family were trained so, and the file does not say it.
     return found if found.get("rope_type", "none") != "none" else {}
