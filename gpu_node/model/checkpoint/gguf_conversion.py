@@ -33,8 +33,16 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.reading import is_of_content, reading, reason_of
 
-LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-"""Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
+LLAMA_LIKE = {
+    "gpt-oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's.
+
+Of gpt-oss it takes the lengths of the metadata's names for the numbers of RoPE scaling.
+"""
 _TEMPLATES = "additional_chat_templates"
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
@@ -222,6 +230,8 @@ def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
         embedding = header.tensors.get("token_embd.weight")
         if embedding is not None:
             found["vocab_size"] = embedding.shape[0]
+    if name == "gpt-oss":
+        found["attention_bias"] = True
     # Like llama.cpp. transformers reads the tensors of the first part alone.
     found["tie_word_embeddings"] = "output.weight" not in header.tensors
     if name == "llama" and metadata.get("llama.expert_count"):

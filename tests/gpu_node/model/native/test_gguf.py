@@ -33,7 +33,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6}),
     "qwen3 moe": ("qwen3moe", {"norm_topk_prob": True}),
     "mixtral": ("llama", {}),
-    "gpt-oss": ("gpt-oss", {}),
+    # llama.cpp has this limit in its code.
+    "gpt-oss": ("gpt-oss", {"swiglu_limit": 7.0}),
 }
 """By family: the architecture that its GGUF files name, and settings that such a file implies."""
 TOKEN_IDS = random.Random(0).choices(range(384), k=100)

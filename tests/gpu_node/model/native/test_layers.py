@@ -150,7 +150,9 @@ SINKS = _layer(
         mlp_out="{layer}.{expert}.down",
     ),
 )
-CLAMPED = _layer(_attention(2, 1, 32, sinks="{layer}.sinks"), _mlp(40, clamped_gate=ClampedGate(limit=0.5, slope=2.0)))
+CLAMPED = _layer(
+    _attention(4, 1, 32, window=5, sinks="{layer}.sinks"), _mlp(40, clamped_gate=ClampedGate(limit=0.5, slope=2.0))
+)
 RECURRENT = "recurrent layers of both kinds, and attention with output gates"
 SLACK = {RECURRENT: 2}
 """Gates multiply what is rounded, and short queries and keys are made longer."""
@@ -159,7 +161,7 @@ SPECS = {
     "experts that are chosen by sigmoid, and shared ones": (WIDE, SHARED, ONLY_ATTENTION, SHARED),
     "attention and MLPs of all sizes": (WIDE, WINDOWED, ONLY_ATTENTION, ONLY_MLP, PARALLEL, WIDE, ONLY_MLP),
     "attention in the last layer alone": (ONLY_MLP, ONLY_MLP, WINDOWED),
-    "attention sinks, and clamped gates": (SINKS, CLAMPED, WIDE, SINKS),
+    "attention sinks, and clamped gates": (CLAMPED, WIDE, CLAMPED, SINKS),
     "experts, and norms of outputs": (EXPERTS, NORMED, MORE_EXPERTS, WIDE, ONLY_ATTENTION),
 }
 
