@@ -53,6 +53,7 @@ class Vector(IntEnum):
     FINAL_NORM_BIAS = 5
     Q_NORM = 6
     K_NORM = 7
+    SINKS = 31
     COS = 8
     SIN = 9
     POSITION_BIASES = 10
@@ -60,6 +61,7 @@ class Vector(IntEnum):
     ATTENTION_OUTPUT_NORM = 12
     MLP_OUTPUT_NORM = 13
     ROUTER = 14
+    ROUTER_BIAS = 30
     CONVOLUTION = 15
     CONVOLUTION_BIAS = 16
     GATES = 17

@@ -34,6 +34,7 @@ class Format(IntEnum):
     Q4_0 = 11
     Q5_0 = 12
     Q5_1 = 13
+    MXFP4 = 14
 
 
 class Source(IntEnum):
@@ -54,6 +55,7 @@ class Source(IntEnum):
     IQ4_XS = 12
     Q5_0 = 13
     Q5_1 = 14
+    MXFP4 = 15
 
 
 class RowLayout(IntEnum):
@@ -100,6 +102,7 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("has_position_biases", "joins_head_norms")),
         *((name, c.c_float) for name in ("score_scale", "score_cap")),
         *((name, c.c_int32) for name in ("intermediate", "activation", "is_gated")),
+        *((name, c.c_float) for name in ("gate_limit", "gate_slope")),
         *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
         *((name, c.c_int32) for name in ("is_parallel", "has_attention_norm", "has_mlp_norm")),
         *((name, c.c_int32) for name in ("has_attention_output_norm", "has_mlp_output_norm", "has_output_gate")),

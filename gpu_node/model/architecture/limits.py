@@ -124,11 +124,12 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("block_ffn_dim_multiplier", "routed_scaling_factor"), _SCALE),
     "num_dense_layers": _COUNT,
     "decoder_sparse_step": Limit(0, 1 << 20),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), _EPSILON),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _SCALE),
     **dict.fromkeys(("logits_scaling", "query_pre_attn_scalar"), _SCALE),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), _SCALE),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _SCALE),
     "eos_token_id": Limit(-1, (1 << 31) - 1),
 }
@@ -147,7 +148,7 @@ _NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final
 CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
-    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), _FLAG),
+    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention", "use_bias"), _FLAG),
     **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), _FLAG),
 }

@@ -27,6 +27,8 @@ _IN_FILES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "limit": "swiglu_limit",
+    "slope": "swiglu_alpha",
 }
 """What fields of a spec are called in config.json, for a reader of an error."""
 _MIN_DYNAMIC_DIM = 4
@@ -147,6 +149,8 @@ class Attention:
     q_norm: str | None = None
     k_norm: str | None = None
     """RMS norms of queries and keys, applied before RoPE. Either both names are set or neither."""
+    sinks: str | None = None
+    """A score of each head that takes a share of the attention and has no value. The name is complete."""
     out: str
 
     def __post_init__(self) -> None:
@@ -225,6 +229,7 @@ class Experts:
     """Whether the weights of a token's experts are divided by their sum."""
     router: str
     """The matrix that scores the experts."""
+    router_bias: bool = False
     by_sigmoid: bool = False
     """Whether an expert's share is the sigmoid of its score, instead of a softmax over all experts."""
     choice_bias: str | None = None
@@ -245,12 +250,28 @@ class Experts:
             raise ConfigError(f"num_experts_per_tok is {self.per_token} but must be from 1 to {self.count} experts")
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """A gate g that is clamped, as is what it multiplies: min(g, limit) * sigmoid(slope * min(g, limit)) * (u + 1).
+
+    u is the up projection within -limit and limit.
+    """
+
+    limit: float
+    slope: float
+
+    def __post_init__(self) -> None:
+        _check_factors(self, "limit", "slope")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
     """The MLP of a layer, or each expert of its mixture. Names are those of a checkpoint's tensors."""
 
     intermediate_size: int
     activation: Activation = "silu"
+    clamped_gate: ClampedGate | None = None
+    """What a gate is instead of its activation times the up projection."""
     bias: bool = False
     fused_gate: bool = False
     experts: Experts | None = None
@@ -261,6 +282,8 @@ class Mlp:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        if self.clamped_gate is not None and not self.is_gated:
+            raise ConfigError("an MLP has a clamped gate, but no gate")
 
     @property
     def is_gated(self) -> bool:
@@ -466,7 +489,7 @@ def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
             raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
 
 
-def _check_factors(record: Attention | ModelSpec, *names: str) -> None:
+def _check_factors(record: Attention | ClampedGate | ModelSpec, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):

@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_kinds import DerivedTensor, Stored, StoredTensor
 
 BLOCK = 32
 
 
 def block_kind(tensor: Stored) -> str:
     """Return the kind of `in_blocks(tensor)` if a tensor is stored in, or fits into, GGUF blocks; else its own kind."""
-    if isinstance(tensor, StoredTensor) or tensor.kind == "fp8":
+    if isinstance(tensor, StoredTensor | DerivedTensor) or tensor.kind == "fp8":
         return tensor.kind
     if tensor.shape[1] % BLOCK or (tensor.group % BLOCK and tensor.group < tensor.shape[1]):
         return tensor.kind
@@ -25,10 +25,12 @@ def block_kind(tensor: Stored) -> str:
 def in_blocks(tensor: Stored) -> StoredTensor:
     """Return a scaled tensor in GGUF blocks with float16 scales, or in float32 if it does not fit into blocks.
 
-    A tensor that is not scaled is returned unchanged.
+    A tensor that is not scaled is returned unchanged, or as it is derived.
     """
     if isinstance(tensor, StoredTensor):
         return tensor
+    if isinstance(tensor, DerivedTensor):
+        return tensor.made()
     kind = block_kind(tensor)
     if kind in _BLOCKS:
         return StoredTensor(tensor.name, kind, tensor.shape, _BLOCKS[kind](tensor))

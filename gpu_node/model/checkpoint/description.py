@@ -18,7 +18,8 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled, StoredTensor, weight_files
+from penstock.gpu_node.model.checkpoint.stored_kinds import ReadScaled, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, weight_files
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes

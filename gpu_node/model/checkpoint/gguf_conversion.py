@@ -33,8 +33,16 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.reading import is_of_content, reading, reason_of
 
-LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-"""Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
+LLAMA_LIKE = {
+    "gpt-oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's.
+
+Of gpt-oss it takes the lengths of the metadata's names for the numbers of RoPE scaling.
+"""
 _TEMPLATES = "additional_chat_templates"
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
@@ -159,6 +167,13 @@ _SETTINGS = {
         "attention.sliding_window": "sliding_window",
     },
     "gemma3": {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    "gpt-oss": {
+        "attention.key_length": "head_dim",
+        "attention.sliding_window": "sliding_window",
+        "expert_feed_forward_length": "intermediate_size",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
     "granite": {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -215,6 +230,8 @@ def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
         embedding = header.tensors.get("token_embd.weight")
         if embedding is not None:
             found["vocab_size"] = embedding.shape[0]
+    if name == "gpt-oss":
+        found["attention_bias"] = True
     # Like llama.cpp. transformers reads the tensors of the first part alone.
     found["tie_word_embeddings"] = "output.weight" not in header.tensors
     if name == "llama" and metadata.get("llama.expert_count"):
@@ -268,4 +285,6 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
     prefix = f"{header.metadata.get('general.architecture')}.rope.scaling."
     keys = {prefix + theirs: ours for theirs, ours in _ROPE_FIELDS.items()}
     found = {ours: header.metadata[key] for key, ours in keys.items() if key in header.metadata}
+    if header.metadata.get("general.architecture") == "gpt-oss":
+        found["truncate"] = False  # All models of this family were trained so, and the file does not say it.
     return found if found.get("rope_type", "none") != "none" else {}

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import MAX_DIM, MAX_HEADER_BYTES, MAX_TENSOR_DIMS, MAX_TENSORS
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
+from penstock.gpu_node.model.checkpoint.expert_stacks import EXPERT, one_of_experts, one_of_stack, turned_matrix
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, GgufTensor
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_kinds import (
+    DerivedTensor,
+    FindStored,
+    ReadScaled,
+    Stored,
+    StoredTensor,
+    check_kind,
+)
 from penstock.gpu_node.model.checkpoint.weight_files import INDEX, gguf_parts, safetensors_files, weight_map
 from penstock.runtime.reading import reading, reason_of
 
@@ -33,23 +38,14 @@ _SAFETENSORS_KINDS = {
     "F32": ("float32", 4),
     "F8_E4M3": ("f8_e4m3", 1),
     "I8": ("i8", 1),
+    "U8": ("u8", 1),
     "I32": ("i32", 4),
     "I64": ("i64", 8),
 }
 """The supported safetensors dtypes, with the bytes per number."""
-_FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _BASES = ("model", "gpt_neox", "transformer")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_STACK_DIMS = 3
-_GATES_AND_UPS = ("experts.gate_up_proj", "input_linear.weight")
-_FUSED = {
-    "gate_proj.weight": (_GATES_AND_UPS, 0),
-    "up_proj.weight": (_GATES_AND_UPS, 1),
-    "down_proj.weight": (("experts.down_proj", "output_linear.weight"), None),
-}
-"""Tensors of all experts, by the last parts of an expert's own names; 0 and 1 are halves of its rows."""
 _SCALED_PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
     *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
@@ -61,68 +57,6 @@ _SIZES = (
     "tie_word_embeddings, quantization_config, of Falcon new_decoder_architecture, parallel_attn and multi_query"
 )
 """The fields of which the names and shapes of tensors are made, for a reader of an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in the representation of its file."""
-
-    name: str
-    kind: str
-    """`bfloat16`, `float16`, `float32`, or a ggml format such as `q4_0`."""
-    shape: tuple[int, ...]
-    data: NDArray[np.uint8]
-    """[rows, bytes per row], read-only, mapped from the file; a vector is one row."""
-    row_order: NDArray[np.int32] | None = None
-    """Row i of Hugging Face's layout is stored as row `row_order[i]`; None: rows are in order."""
-    skipped: int = 0
-    """Columns of the first block of each row that do not belong to the tensor, because it was cut inside a block."""
-
-    def take_rows(self, rows: NDArray[np.int32], *shape: int) -> StoredTensor:
-        """Return a tensor of the given rows; for a vector, of the given elements."""
-        if len(self.shape) == 1:
-            values = self.to_float32()[rows]
-            return StoredTensor(self.name, "float32", shape, values.view(np.uint8).reshape(1, -1))
-        order = rows if self.row_order is None else self.row_order[rows]
-        return replace(self, shape=shape, row_order=order)
-
-    def span(self, start: int, end: int) -> StoredTensor:
-        """Return a tensor of a matrix's rows from `start` to `end` (exclusive)."""
-        shape = end - start, self.shape[1]
-        if self.row_order is None:
-            return replace(self, shape=shape, data=self.data[start:end])
-        return replace(self, shape=shape, row_order=self.row_order[start:end])
-
-    def columns(self, start: int, end: int) -> StoredTensor:
-        """Return a tensor of a matrix's columns from `start` to `end` (exclusive)."""
-        size, num_bytes = _block_of(self.kind)
-        first, skipped = divmod(start + self.skipped, size)
-        last = -(-(end + self.skipped) // size)
-        data = self.data[:, first * num_bytes : last * num_bytes]
-        return replace(self, shape=(self.shape[0], end - start), data=data, skipped=skipped)
-
-    @property
-    def is_in_whole_blocks(self) -> bool:
-        """Whether each row of a matrix begins and ends with a block."""
-        return not self.skipped and self.shape[1] % _block_of(self.kind)[0] == 0
-
-    @property
-    def rows(self) -> NDArray[np.uint8]:
-        """`data` in Hugging Face's row order; a copy if the stored order differs."""
-        return self.data if self.row_order is None else self.data[self.row_order]
-
-    def to_float32(self) -> NDArray[np.float32]:
-        """Return a copy of the values, in `shape` and in Hugging Face's row order."""
-        values = _decoded(self, self.rows)
-        if values.size > prod(self.shape):
-            values = values[:, self.skipped : self.skipped + self.shape[1]]
-        return values.reshape(self.shape)
-
-
-Stored: TypeAlias = StoredTensor | ScaledTensor
-FindStored: TypeAlias = Callable[[str], StoredTensor | None]
-ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
-"""Reads the matrix of a name, without `.weight`, from its quantized tensors; returns None if it is not quantized."""
 
 
 class Checkpoint:
@@ -163,7 +97,7 @@ class Checkpoint:
         """
         tensor: Stored | None = None
         try:
-            tensor = self._scaled(name) or self._find(name)
+            tensor = self._scaled(name) or self._find(name) or turned_matrix(name, self._find)
             if tensor is None and self._random is not None:
                 tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
             if tensor is None:
@@ -172,7 +106,7 @@ class Checkpoint:
                 found = f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}"
                 raise ConfigError(f"{found}; {_SIZES}")
             if isinstance(tensor, StoredTensor):
-                _check_kind(tensor)
+                check_kind(tensor)
         except MemoryError:
             raise  # `load_found` names the settings that take memory.
         except BaseException:
@@ -200,18 +134,18 @@ class Checkpoint:
         for file in self._files.values():
             file.release()
 
-    def _scaled(self, name: str) -> ScaledTensor | None:
+    def _scaled(self, name: str) -> ScaledTensor | DerivedTensor | None:
         matrix = name.removesuffix(".weight")
         if self._read_scaled is None or matrix == name:
             return None
         try:
             tensor = self._read_scaled(matrix, self._find)
-            is_whole = tensor is None or tensor.is_whole
+            is_whole = not isinstance(tensor, ScaledTensor) or tensor.is_whole
         except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             parts = {part: self._find(f"{matrix}.{part}") for part in _SCALED_PARTS}
             shapes = ", ".join(f"{part} {list(one.shape)}" for part, one in parts.items() if one is not None)
             raise ConfigError(f"the tensors of {matrix} do not fit together ({shapes}): {error}") from error
-        if tensor is not None and not is_whole:
+        if isinstance(tensor, ScaledTensor) and not is_whole:
             found = list(tensor.scales.shape)
             raise ConfigError(f"tensor {name} {list(tensor.shape)} has scales {found} of {tensor.group} columns each")
         return tensor
@@ -249,24 +183,9 @@ def _finder_of(tensors: Mapping[str, StoredTensor]) -> FindStored:
         return tensors.get(name) or (tensors.get(rest) if first in _BASES else None)
 
     def find(name: str) -> StoredTensor | None:
-        return stored(name) or _one_of_experts(name, stored)
+        return stored(name) or one_of_experts(name, stored)
 
     return find
-
-
-def _one_of_experts(name: str, stored: FindStored) -> StoredTensor | None:
-    """Return an expert's matrix from a tensor that has those of all experts, gates and up projections together."""
-    expert = _EXPERT.search(name)
-    if expert is None or (fused := _FUSED.get(name[expert.end() :])) is None:
-        return None
-    names, part = fused
-    found = (stored(f"{name[: expert.start()]}.{stacked}") for stacked in names)
-    stack = next((one for one in found if one is not None), None)
-    matrix = None if stack is None else _one_of_stack(stack, int(expert[1]))
-    if matrix is None or part is None:
-        return matrix
-    half = matrix.shape[0] // 2
-    return matrix.span(part * half, (part + 1) * half)
 
 
 def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[str, StoredTensor]]:
@@ -322,7 +241,7 @@ _INTERLEAVED_HEADS: dict[str, dict[str, str]] = {
         name: {".q_proj.": f"{name}.attention.head_count", ".k_proj.": f"{name}.attention.head_count_kv"}
         for name in ("llama", "granite", "smollm3")
     },
-    **{name: {} for name in ("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3")},
+    **{name: {} for name in ("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss")},
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
 that selects them, and the metadata key with the number of heads."""
@@ -368,16 +287,18 @@ class _GgufTensors:
 
     def find(self, name: str) -> StoredTensor | None:
         # A GGUF file stacks the matrices of all experts in one tensor.
-        stacked_name, expert = _EXPERT.sub(".experts.", name), _EXPERT.search(name)
+        stacked_name, expert = EXPERT.sub(".experts.", name), EXPERT.search(name)
         gguf_name = self._names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
-        tensor: GgufTensor | None = self._header.tensors.get(gguf_name)
+        tensors = self._header.tensors
+        # The converter adds an ending to the names of tensors that have none.
+        tensor: GgufTensor | None = tensors.get(gguf_name) or tensors.get(f"{gguf_name}.weight")
         if tensor is None:
             return None
         data = self._bytes_of(tensor)
         kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
         stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
         if expert is not None:
-            return _one_of_stack(stored, int(expert[1]))
+            return one_of_stack(stored, int(expert[1]))
         heads = next((count for part, count in self._interleaved.items() if part in name), None)
         if heads is None:
             return stored
@@ -385,55 +306,3 @@ class _GgufTensors:
             return stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
         except ConfigError as error:
             raise ConfigError(f"cannot read {self._paths[tensor.part]}: {gguf_name}: {error.message}") from error
-
-
-def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
-    """Return a matrix of a tensor [num_matrices, rows, columns]; None if there is no such matrix."""
-    count, *shape = stack.shape if len(stack.shape) == _STACK_DIMS else (0, *stack.shape)
-    if index >= count:
-        return None
-    return replace(stack, shape=tuple(shape), data=stack.data[index * shape[0] : (index + 1) * shape[0]])
-
-
-def _from_bfloat16(data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-_DECODERS: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
-    "bfloat16": _from_bfloat16,
-    "float16": lambda data: data.view("<f2").astype(np.float32),
-    "float32": lambda data: data.view("<f4").astype(np.float32),
-}
-
-
-def _decoded(tensor: StoredTensor, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    _check_kind(tensor)
-    if tensor.kind in _DECODERS:
-        return _DECODERS[tensor.kind](rows)
-    values: NDArray[np.float32] = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[tensor.kind.upper()])
-    return values
-
-
-def _block_of(kind: str) -> tuple[int, int]:
-    """Return the columns of a block and its bytes; a float is a block of its own."""
-    if kind in _FLOAT_BYTES:
-        return 1, _FLOAT_BYTES[kind]
-    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
-    return int(size), int(num_bytes)
-
-
-def _check_kind(tensor: StoredTensor) -> None:
-    if tensor.kind not in _DECODERS and not _can_dequantize(tensor.kind):
-        raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read")
-
-
-# Of one user, or of our own code and files.
-@cache
-def _can_dequantize(kind: str) -> bool:
-    """Return whether the gguf package can dequantize a ggml format, found by trying one block."""
-    try:
-        ggml_type = GGMLQuantizationType[kind.upper()]
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[ggml_type][1]), np.uint8), ggml_type)
-    except (KeyError, NotImplementedError):
-        return False
-    return True

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
-from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.protocol import MatrixName
 
 
@@ -74,6 +75,8 @@ class StoredRecurrence:
 class StoredRouting:
     """The small tensors of a mixture of experts, which runners keep in float32."""
 
+    bias: Stored | None
+    """[num_experts], added to the router's scores."""
     choice_bias: Stored | None
     """[num_experts]"""
     shared_gate: Stored | None
@@ -95,6 +98,7 @@ class StoredLayer:
     post_mlp_norm: StoredNorm | None
     recurrence: StoredRecurrence | None = None
     routing: StoredRouting | None = None
+    sinks: Stored | None = None
 
 
 class DecoderTensors:
@@ -138,6 +142,7 @@ class DecoderTensors:
             post_mlp_norm=self.post_mlp_norm(layer),
             recurrence=self.recurrence(layer),
             routing=self.routing(layer),
+            sinks=self.sinks(layer),
         )
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
@@ -168,6 +173,13 @@ class DecoderTensors:
             for name, size in zip((attention.q_norm, attention.k_norm), sizes, strict=True)
         )
         return q, k
+
+    def sinks(self, layer: int) -> Stored | None:
+        """Return the scores of heads that have no value, [num_heads]; None if there are none."""
+        attention = self._spec.layers[layer].attention
+        if attention is None or attention.sinks is None:
+            return None
+        return self._checkpoint.get(attention.sinks.format(layer=layer), attention.num_heads)
 
     def qkv(self, layer: int) -> StoredLinear | None:
         """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden].
@@ -270,6 +282,7 @@ class DecoderTensors:
             return None
         gate = None if experts.shared is None else experts.shared.gate
         return StoredRouting(
+            bias=get(f"{experts.router.format(layer=layer)}.bias", experts.count) if experts.router_bias else None,
             choice_bias=(
                 None if experts.choice_bias is None else get(experts.choice_bias.format(layer=layer), experts.count)
             ),
@@ -350,7 +363,8 @@ class RankTensors(DecoderTensors):
             if norms is not None and spec.attention.joint_head_norms:
                 norms = _elements(norms[0], queries), _elements(norms[1], keys)
             qkv, out = _by_rows(stored.qkv, (queries, keys, keys)), self._by_columns(stored.out, queries)
-            stored = replace(stored, qkv=qkv, head_norms=norms, out=out)
+            sinks = None if stored.sinks is None else _elements(stored.sinks, part.heads(spec.attention))
+            stored = replace(stored, qkv=qkv, head_norms=norms, out=out, sinks=sinks)
         if spec.mlp is None:
             return stored
         own = part.inner(spec.mlp)

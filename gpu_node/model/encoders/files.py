@@ -14,7 +14,8 @@ import numpy as np
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.json_object import read_object, read_within
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
-from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read_safetensors
+from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors
 from penstock.gpu_node.model.encoders.heads import Activation, DenseLayer, Floats, PoolingMode, ScoreActivation
 
 log = logging.getLogger(__package__)

@@ -14,7 +14,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
 from penstock.gpu_node.model.gpu.decoder import GpuWeights
 from penstock.gpu_node.model.gpu.device import Device

@@ -328,6 +328,8 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
     present = {
         "experts": any(mlp.experts is not None for mlp in spec.mlps),
         "recurrent layers": bool(spec.recurrences),
+        "attention sinks": any(one.sinks is not None for one in spec.attentions),
+        "clamped gates": any(mlp.clamped_gate is not None for mlp in spec.mlps),
         "output gates of attention": any(one.output_gate for one in spec.attentions),
         "layers without attention or without an MLP": any(len(kind.matrices) < len(MATRICES) for kind in spec.kinds),
         "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),

@@ -26,7 +26,7 @@ from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.state_slots import StateFit, fit_states
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.loading.load import FoundModel, special_features
 from penstock.gpu_node.model.native.load import is_rotated, kv_head_bytes, native_problem

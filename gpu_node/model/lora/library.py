@@ -27,7 +27,8 @@ from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, MAX_HEAD
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
-from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read_safetensors
+from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName

@@ -332,8 +332,8 @@ def _check_sizes(spec: ModelSpec) -> None:
             reason = f"experts with hidden size {spec.hidden_size} and intermediate size {mlp.intermediate_size}"
             reason += f" do not fill panels: multiples of {PANEL} and {PANEL // 2} are needed"
             raise NativeUnavailableError(reason, "--runner torch")
-        if layer.post_mlp_norm is not None or mlp.bias or not mlp.is_gated:
-            reason = "experts with biases, without gates or with norms of their outputs are not supported"
+        if layer.post_mlp_norm is not None or not mlp.is_gated:
+            reason = "experts without gates or with norms of their outputs are not supported"
             raise NativeUnavailableError(reason, "--runner torch")
 
 
@@ -420,6 +420,8 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
     if mlp is not None:
         native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
         native.activation = _ACTIVATIONS[mlp.activation]
+        if mlp.clamped_gate is not None:
+            native.gate_limit, native.gate_slope = mlp.clamped_gate.limit, mlp.clamped_gate.slope
     if mlp is not None and mlp.experts is not None:
         native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
         native.normalizes_experts = mlp.experts.normalized

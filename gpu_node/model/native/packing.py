@@ -15,7 +15,8 @@ from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_bl
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.recurrences import HeadValues, values_of
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.gpu_node.model.native.packed_matrix import WeightWriter
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
@@ -161,6 +162,8 @@ class Packer:
             for vector, weight in zip((Vector.Q_NORM, Vector.K_NORM), tensors.head_norms(layer) or (), strict=False):
                 self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
             self._fuse(Slot.OUT, layer, out)
+        if (sinks := tensors.sinks(layer)) is not None:
+            self._set_vector(Vector.SINKS, layer, sinks.to_float32())
         self._set_norm(Vector.ATTENTION_OUTPUT_NORM, layer, tensors.post_attention_norm(layer))
         self._set_norm(Vector.MLP_OUTPUT_NORM, layer, tensors.post_mlp_norm(layer))
         mlp = self._spec.layers[layer].mlp
@@ -192,6 +195,8 @@ class Packer:
             padding = (0, 0), (0, -router.shape[1] % PANEL)
             self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
             routing = self._tensors.routing(layer)
+            if routing is not None and routing.bias is not None:
+                self._set_vector(Vector.ROUTER_BIAS, layer, routing.bias.to_float32())
             if routing is not None and routing.choice_bias is not None:
                 self._set_vector(Vector.CHOICE_BIAS, layer, routing.choice_bias.to_float32())
             if routing is not None and routing.shared_gate is not None:

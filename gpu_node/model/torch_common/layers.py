@@ -120,6 +120,8 @@ class LayerWeights:
     more_experts: tuple[tuple[Product, Product], ...] = ()
     """The products of experts 1, 2, ...: `mlp_in` and `mlp_out`."""
     recurrence: RecurrentWeights | None = None
+    sinks: Tensor | None = None
+    """[num_heads] in float32: a score of each head that has no value."""
     choice_bias: Tensor | None = None
     """[num_experts] in float32: added to the shares by which experts are chosen."""
     shared_gate: Tensor | None = None

@@ -10,8 +10,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from penstock.gpu_node.model.checkpoint.recurrences import ScanValues, values_of
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
-from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm, StoredRecurrence
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.tensors import (
+    StoredLayer,
+    StoredLinear,
+    StoredNorm,
+    StoredRecurrence,
+    StoredRouting,
+)
 from penstock.gpu_node.model.torch_common.layers import (
     HeadWeights,
     LayerWeights,
@@ -95,12 +101,18 @@ def read_layer(
         mlp_out=mlp_out,
         post_attention_norm=norm_or_none(stored.post_attention_norm),
         post_mlp_norm=norm_or_none(stored.post_mlp_norm),
-        router=None if stored.router is None else linear(StoredLinear((stored.router,)), convert),
+        router=None if stored.router is None else linear(_router(stored.router, stored.routing), convert),
         more_experts=tuple(more),
         recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence),
+        sinks=_floats(stored.sinks),
         choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias),
         shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate),
     )
+
+
+def _router(matrix: Stored, routing: StoredRouting | None) -> StoredLinear:
+    bias = None if routing is None else routing.bias
+    return StoredLinear((matrix,), () if bias is None else (bias,))
 
 
 def _floats(stored: Stored | None) -> Tensor | None:

@@ -167,7 +167,7 @@ class Decoder:
                 if begun:
                     cache.zero(begun)
                 cache.store(k, v, slots[spec.attention.num_kv_heads])
-                attended = attention.attend(q, cache, groups, spec.attention)
+                attended = attention.attend(q, cache, groups, spec.attention, layer.sinks)
                 if gates is not None:
                     attended = attended * torch.sigmoid(gates)
             elif spec.recurrence is not None and layer.recurrence is not None and steps is not None:
@@ -263,7 +263,10 @@ def _gated(inner: Tensor, spec: Mlp) -> Tensor:
     if not spec.is_gated:
         return activation(inner)
     gate, up = inner.chunk(2, dim=-1)
-    return activation(gate) * up
+    if (clamp := spec.clamped_gate) is None:
+        return activation(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.slope * gate) * (up + 1)
 
 
 def _routed(normed: Tensor, spec: Mlp, layer: LayerWeights, scores: Tensor) -> Tensor:

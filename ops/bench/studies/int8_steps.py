@@ -27,7 +27,7 @@ from bench.studies import accuracy
 from bench.studies.accuracy import NUM_WINDOWS, WINDOW
 from bench.studies.divergence import BaseFile
 from bench.studies.perplexity import BLOCK
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.methods.parts import Method
-from penstock.gpu_node.model.checkpoint.stored_tensors import ReadScaled
+from penstock.gpu_node.model.checkpoint.stored_kinds import ReadScaled
 
 
 # Of one user, or of our own code and files.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.stored_kinds import FindStored, ReadScaled
 
 _BITS = 4
 _MIDDLE = 8

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, read_float8, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.stored_kinds import FindStored, ReadScaled
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts, read_float8
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.stored_kinds import FindStored, ReadScaled
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.stored_kinds import FindStored, ReadScaled
 
 _HAS_ZEROS_MINUS_ONE = {"gptq": True, "gptq_v2": False}
 _ONES = {4: 0x11111111, 8: 0x01010101}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, NumberKind, ScaledTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import FindStored, ReadScaled, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_kinds import FindStored, ReadScaled, StoredTensor
 
 KINDS: dict[int, NumberKind] = {4: "int4", 8: "int8"}
 """The kind of number by its bits."""

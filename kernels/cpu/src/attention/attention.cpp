@@ -258,6 +258,14 @@ void merge(RowState& state, const RowState& later, int head_dim) {
   state.largest = top;
 }
 
+void add_sink(RowState& state, float score, int head_dim) {
+  RowState sink;
+  std::fill_n(sink.values, head_dim, 0.f);
+  sink.total = 1;
+  sink.largest = score * kLog2E;
+  merge(state, sink, head_dim);
+}
+
 void finish(const RowState& state, int head_dim, float* out) {
   const Floats inverse = broadcast(1.f / state.total);
   for (int d = 0; d < head_dim; d += kLanes) store(out + d, load(state.values + d) * inverse);

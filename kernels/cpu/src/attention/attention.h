@@ -48,6 +48,9 @@ void attend_span(const KvLayer& cache, const QueryRows& rows, int begin, int end
 // Merges the partial result of a later span into `state`.
 void merge(RowState& state, const RowState& later, int head_dim);
 
+// Gives a share of the attention to a score that has no value.
+void add_sink(RowState& state, float score, int head_dim);
+
 // Divides the values by their total weight. out: [head_dim].
 void finish(const RowState& state, int head_dim, float* out);
 

@@ -49,7 +49,7 @@ struct PackedGroup {
   template <int Word>
   PENSTOCK_INLINE Bytes word(const PackedGroup& at, int half) {
     const Bytes word = P::Bits::template word<Word, kShift>(at.codes + half * kLine);
-    if constexpr (P::kZero == kFromTable) return looked_up(kRaisedTable, word);
+    if constexpr (P::kHasTable) return looked_up(P::raised_table(), word);
     return word;
   }
   PENSTOCK_INLINE Floats scale(const PackedGroup& at, int part, int row) {

@@ -41,6 +41,7 @@ enum Vector {
   kFinalNormBias = 5,
   kQNorm = 6,
   kKNorm = 7,
+  kSinks = 31,
   kCos = 8,
   kSin = 9,
   kPositionBiases = 10,
@@ -48,6 +49,7 @@ enum Vector {
   kAttentionOutputNorm = 12,
   kMlpOutputNorm = 13,
   kRouter = 14,
+  kRouterBias = 30,
   kConvolution = 15,
   kConvolutionBias = 16,
   kGates = 17,
@@ -87,6 +89,10 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].mlp_output_norm.weight;
     case kRouter:
       return weights.layers[layer].router;
+    case kRouterBias:
+      return weights.layers[layer].router_bias;
+    case kSinks:
+      return weights.layers[layer].sinks;
     case kChoiceBias:
       return weights.layers[layer].choice_bias;
     case kSharedGate:

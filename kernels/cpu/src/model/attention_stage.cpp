@@ -269,13 +269,14 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
 }
 
 // Writes a head's rows. That of the last head also clears the padding, where a wider layer may have left numbers.
-void AttentionStage::write_rows(const Layer& layer, const QueryTile& tile, int head, const RowState* states) const {
+void AttentionStage::write_rows(const Layer& layer, const QueryTile& tile, int head, RowState* states) const {
   const Heads& heads = heads_of(layer);
   const int width = heads.total * heads.group * heads.dim;
   const bool is_last = heads.first + head + 1 == heads.total;
   for (int r = 0; r < tile.rows; ++r) {
     const int token = token_of(heads, tile, r), query = heads.query_of(head, tile.first_row + r);
     float* row = buffers_.attended.row(token);
+    if (layer.sinks.count()) add_sink(states[r], layer.sinks[query], heads.dim);
     finish(states[r], heads.dim, row + query * heads.dim);
     if (layer.spec.has_output_gate) {
       const float* gate = buffers_.qkv.row(token) + query * layer.spec.query_stride() + heads.dim;

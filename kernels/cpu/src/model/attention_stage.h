@@ -61,7 +61,7 @@ class AttentionStage {
   int token_of(const Heads& heads, const QueryTile& tile, int row) const;
   Context context_of(const QueryTile& tile, const Layer& layer, int head) const;
   QueryRows query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const;
-  void write_rows(const Layer& layer, const QueryTile& tile, int head, const RowState* states) const;
+  void write_rows(const Layer& layer, const QueryTile& tile, int head, RowState* states) const;
 
   const Spec& spec_;
   RankGroup& group_;

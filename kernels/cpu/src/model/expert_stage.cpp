@@ -62,7 +62,10 @@ void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
   std::copy_n(layer.mlp_norm.apply(hidden).values, columns, normed_.row(row));
   thread_local std::vector<float> shares;
   shares.resize(count);
-  for (int e = 0; e < count; ++e) shares[e] = score(layer.router.data() + (size_t)e * columns, row);
+  for (int e = 0; e < count; ++e) {
+    shares[e] = score(layer.router.data() + (size_t)e * columns, row);
+    if (layer.router_bias.count()) shares[e] += layer.router_bias[e];
+  }
   float total = 0;
   if (layer.spec.shares_by_sigmoid) {
     for (float& share : shares) share = sigmoid(share);

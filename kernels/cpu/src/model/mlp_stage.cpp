@@ -15,6 +15,18 @@ void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) 
   products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm);
 }
 
+namespace {
+
+// A NaN is the second operand of each minimum and maximum, which then return it.
+Floats clamped_gate(const LayerSpec& spec, Floats gate, Floats up) {
+  const Floats limit = broadcast(spec.gate_limit);
+  gate = min(limit, gate);
+  up = max(zeros() - limit, min(limit, up));
+  return gated_by(gate, broadcast(spec.gate_slope) * gate) * (up + broadcast(1.f));
+}
+
+}  // namespace
+
 void activate(const LayerSpec& spec, const float* inner, int panel, float* row) {
   const auto activated = [&](Floats x) {
     switch ((Activation)spec.activation) {
@@ -27,7 +39,8 @@ void activate(const LayerSpec& spec, const float* inner, int panel, float* row) 
     }
   };
   if (spec.is_gated) {
-    store(row + panel * kLanes, activated(load(inner)) * load(inner + kLanes));
+    const Floats gate = load(inner), up = load(inner + kLanes);
+    store(row + panel * kLanes, spec.gate_limit > 0 ? clamped_gate(spec, gate, up) : activated(gate) * up);
     const int panels = spec.inner_panels();
     if (panel + 1 == panels && panels % 2) store(row + panels * kLanes, zeros());
   } else {

@@ -149,6 +149,8 @@ PENSTOCK_INLINE void load_words(const uint8_t* at, const ptrdiff_t (&offsets)[16
   load_half_words(at, offsets + 8, second);
   for (int i = 0; i < 4; ++i) words[i] = {first[i], second[i]};
 }
+// The numbers that have these bits.
+PENSTOCK_INLINE Floats of_bits(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 PENSTOCK_INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 PENSTOCK_INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 // The bits of |x|.

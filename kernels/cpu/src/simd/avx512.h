@@ -102,6 +102,8 @@ PENSTOCK_INLINE void load_words(const uint8_t* at, const ptrdiff_t (&offsets)[16
   words[2] = {_mm512_unpacklo_epi64(c, d)};
   words[3] = {_mm512_unpackhi_epi64(c, d)};
 }
+// The numbers that have these bits.
+PENSTOCK_INLINE Floats of_bits(Ints x) { return {_mm512_castsi512_ps(x.v)}; }
 PENSTOCK_INLINE Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 PENSTOCK_INLINE Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 // The bits of |x|.

@@ -55,7 +55,9 @@ struct Layer {
   Norm attention_norm, mlp_norm;
   Norm attention_output_norm, mlp_output_norm;
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
+  Buffer<float> sinks;           // [num_heads], or empty: a score of each head that has no value
   Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
+  Buffer<float> router_bias;     // [num_experts], or empty: added to scores
   Buffer<float> choice_bias;     // [num_experts], or empty: added to shares to choose experts
   Buffer<float> shared_gate;     // [hidden, padded], or empty: of the weight of the experts that every token has
   RecurrentWeights recurrent;

@@ -34,7 +34,7 @@ class SixteenRows {
   }
 
  private:
-  // A block is made of whole words, besides an f16 at its begin or its end.
+  // A block is made of whole words, besides a scale of one or two bytes at its begin or its end.
   static constexpr int kBegin = offsetof(Block, scale) == 0 ? sizeof(Block) % 4 : 0;
   static constexpr int kWords = sizeof(Block) / 4;
 
@@ -111,6 +111,13 @@ struct Q4_0Block {
   auto codes(int, const auto& rows) const { return nibbles_of(rows, nibbles); }
 };
 using IQ4_NLBlock = Q4_0Block;
+// OCP Microscaling's fp4 (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
+struct MXFP4Block {
+  uint8_t scale;  // the exponent of a power of two, plus 127
+  uint8_t nibbles[16];
+
+  auto codes(int, const auto& rows) const { return nibbles_of(rows, nibbles); }
+};
 struct Q4_1Block {
   f16 scale, minimum;
   uint8_t nibbles[16];
@@ -225,6 +232,6 @@ struct IQ4_XSBlock {
 static_assert(sizeof(Q4_0Block) == 18 && sizeof(Q4_1Block) == 20 && sizeof(Q5_0Block) == 22 && sizeof(Q5_1Block) == 24);
 static_assert(sizeof(Q8_0Block) == 34 && sizeof(Q2_KBlock) == 84 && sizeof(Q3_KBlock) == 110);
 static_assert(sizeof(Q4_KBlock) == 144 && sizeof(Q5_KBlock) == 176 && sizeof(Q6_KBlock) == 210);
-static_assert(sizeof(IQ4_XSBlock) == 136);
+static_assert(sizeof(IQ4_XSBlock) == 136 && sizeof(MXFP4Block) == 17);
 
 }  // namespace penstock

@@ -1,6 +1,6 @@
 // Panels of 32 rows for GGUF's formats: the numbers of the blocks, in the order in which the kernels read them.
 //
-// A panel has no byte more than the blocks. For each block of columns it begins with 32 f16 scales. Then come 32 f16
+// A panel has no byte more than the blocks. For each block of columns it begins with 32 scales, f16 but in mxfp4. Then come 32 f16
 // minima, if the format has them, and the small scales of the groups or of their halves: see the classes below whose
 // names have Scales. At the end are the codes of each group of 32 columns: see CodeBits.
 #pragma once
@@ -98,6 +98,19 @@ struct PlainScales {
     half_at(at, lane) = block.scale;
   }
   PENSTOCK_INLINE Floats scale(const uint8_t* at, int, int, int row) { return halves_at(at, row); }
+};
+
+// Powers of two. A scale is half of its power, because the table has the doubled weights.
+struct PowerScales {
+  static constexpr int kGroups = 1, kParts = 1, kBytes = kPanel;
+  static constexpr bool kHasMinima = false;
+
+  static void put(const MXFP4Block& block, uint8_t* at, int lane) { at[lane] = block.scale; }
+  // 255 stands for NaN, which infinity makes of sums. The smallest power, of 0, is a number without leading bit.
+  PENSTOCK_INLINE Floats scale(const uint8_t* at, int, int, int row) {
+    const Ints bits = max(shift_left(widen_u8(at + row), 23), broadcast_int(1 << 22));
+    return of_bits(bits) * broadcast(0.5f);
+  }
 };
 
 struct PlainScalesAndMinima {
@@ -259,9 +272,13 @@ struct GroupScales6 {
 inline constexpr int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) inline constexpr uint8_t kRaisedTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                          129, 141, 153, 166, 181, 197, 217, 241};
-constexpr int kFromTable = -1;
+// The same of mxfp4: twice the numbers of one sign, two exponent and one fraction bit.
+inline constexpr int8_t kFp4Table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+alignas(16) inline constexpr uint8_t kRaisedFp4Table[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                            128, 127, 126, 125, 124, 122, 120, 116};
+constexpr int kFromTable = -1, kFromFp4Table = -2;
 
-// A panel. kZero: the code that means zero, or kFromTable.
+// A panel. kZero: the code that means zero, or the table that has the weights.
 template <class Block_, class Scales_, class Bits_, int kZero_>
 struct Panel {
   using Block = Block_;
@@ -272,7 +289,19 @@ struct Panel {
   static constexpr int kBytes = Scales::kBytes + Scales::kGroups * Bits::kBytes;
   static_assert(kBytes == kPanel * sizeof(Block));
 
-  static int value(int code) { return kZero == kFromTable ? kTable[code] : code - kZero; }
+  static constexpr bool kHasTable = kZero < 0;
+
+  static int value(int code) {
+    if constexpr (kHasTable) return (kZero == kFromTable ? kTable : kFp4Table)[code];
+    return code - kZero;
+  }
+  static constexpr const uint8_t (&raised_table())[16] {
+    if constexpr (kZero == kFromTable) {
+      return kRaisedTable;
+    } else {
+      return kRaisedFp4Table;
+    }
+  }
   static constexpr int group_at(int group) { return Scales::kBytes + group * Bits::kBytes; }
 };
 
@@ -287,6 +316,7 @@ using Q4_KPanel = Panel<Q4_KBlock, GroupScalesAndMinima, CodeBits<4, 0>, 0>;
 using Q5_KPanel = Panel<Q5_KBlock, GroupScalesAndMinima, CodeBits<4, 1>, 0>;
 using Q6_KPanel = Panel<Q6_KBlock, HalfScales8, CodeBits<4, 2>, 32>;
 using IQ4_NLPanel = Panel<IQ4_NLBlock, PlainScales, CodeBits<4, 0>, kFromTable>;
+using MXFP4Panel = Panel<MXFP4Block, PowerScales, CodeBits<4, 0>, kFromFp4Table>;
 using IQ4_XSPanel = Panel<IQ4_XSBlock, GroupScales6, CodeBits<4, 0>, kFromTable>;
 
 }  // namespace penstock

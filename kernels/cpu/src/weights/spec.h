@@ -37,9 +37,12 @@ struct LayerSpec {
   float score_cap;                            // a score s becomes cap * tanh(s / cap); 0: it stays.
   int32_t intermediate;                       // of the MLP, or of each expert; 0: the layer has no MLP
   int32_t activation, is_gated;               // of the MLP
-  int32_t num_experts, experts_per_token;     // 0: one MLP
-  int32_t normalizes_experts;                 // whether the weights of a token's experts are divided by their sum.
-  int32_t is_parallel;                        // whether the MLP reads the same input as the attention
+  // Of a clamped gate g beside u, both at most gate_limit and u at least -gate_limit: g * sigmoid(gate_slope * g) * (u + 1).
+  // 0: the gate is not clamped.
+  float gate_limit, gate_slope;
+  int32_t num_experts, experts_per_token;  // 0: one MLP
+  int32_t normalizes_experts;              // whether the weights of a token's experts are divided by their sum.
+  int32_t is_parallel;                     // whether the MLP reads the same input as the attention
   // Norms of the hidden state before attention and MLP, and norms of their outputs.
   int32_t has_attention_norm, has_mlp_norm, has_attention_output_norm, has_mlp_output_norm;
   // Whether a query of the attention is followed by a gate, whose sigmoid multiplies the head's output.

@@ -311,6 +311,8 @@ Format lossless_format(Source source) {
       return Format::kIQ4_NL;
     case Source::kIQ4_XS:
       return Format::kIQ4_XS;
+    case Source::kMXFP4:
+      return Format::kMXFP4;
     default:
       return Format::kBf16;
   }

@@ -31,7 +31,8 @@ enum class Format : int {
   kIQ4_XS = 10,
   kQ4_0 = 11,
   kQ5_0 = 12,
-  kQ5_1 = 13
+  kQ5_1 = 13,
+  kMXFP4 = 14
 };
 
 // Whether a format holds only rows that are stored in it.
@@ -63,6 +64,8 @@ decltype(auto) with_panel(Format format, const Use& use) {
       return use(Q6_KPanel());
     case Format::kIQ4_NL:
       return use(IQ4_NLPanel());
+    case Format::kMXFP4:
+      return use(MXFP4Panel());
     default:
       return use(IQ4_XSPanel());
   }
@@ -93,7 +96,8 @@ enum class Source : int {
   kIQ4_NL = 11,
   kIQ4_XS = 12,
   kQ5_0 = 13,
-  kQ5_1 = 14
+  kQ5_1 = 14,
+  kMXFP4 = 15
 };
 
 // The format that keeps rows of a source to the bit.

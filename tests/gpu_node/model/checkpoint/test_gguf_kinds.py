@@ -30,7 +30,7 @@ FORMATS = {
     "q4_1": "int4_group",
     "q8_0": "int8_group",
     **{kind: kind for kind in ("q4_0", "q5_0", "q5_1")},
-    **{kind: kind for kind in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
+    **{kind: kind for kind in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4")},
     **dict.fromkeys(("f16", "bf16"), "bf16"),
 }
 """What the native kernels keep each in."""

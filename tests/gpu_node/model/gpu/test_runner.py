@@ -30,7 +30,7 @@ ALTERNATING: dict[str, dict[str, Any]] = {
 }
 """Families whose layers differ in windows or positions, and what makes the first two layers differ."""
 FEATURES = (
-    *("llama", *WINDOWED, *ALTERNATING, "qwen3", "granite", "olmo2", "phi3"),
+    *("llama", *WINDOWED, *ALTERNATING, "qwen3", "granite", "olmo2", "olmo3", "starcoder2", "phi3"),
     *("falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),
 )
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, plain_linear

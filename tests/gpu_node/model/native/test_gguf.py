@@ -33,6 +33,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6}),
     "qwen3 moe": ("qwen3moe", {"norm_topk_prob": True}),
     "mixtral": ("llama", {}),
+    # llama.cpp has this limit in its code.
+    "gpt-oss": ("gpt-oss", {"swiglu_limit": 7.0}),
 }
 """By family: the architecture that its GGUF files name, and settings that such a file implies."""
 TOKEN_IDS = random.Random(0).choices(range(384), k=100)
@@ -65,7 +67,7 @@ def test_a_gguf_file_has_the_logits_of_its_model(
     np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "granite", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "granite", "gemma2", "mixtral", "gpt-oss"])
 def test_the_same_weights_in_another_file_give_the_same_bits(
     family: Callable[..., Path], gguf_of: Callable[[str], Path], load_native: Callable[..., NativeRunner], name: str
 ) -> None:

@@ -20,7 +20,16 @@ from fixtures.plans import Track, logits_alone, logits_of_step
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution
-from penstock.gpu_node.model.architecture.spec import Attention, Experts, LayerSpec, Mlp, ModelSpec, Rope, SharedExperts
+from penstock.gpu_node.model.architecture.spec import (
+    Attention,
+    ClampedGate,
+    Experts,
+    LayerSpec,
+    Mlp,
+    ModelSpec,
+    Rope,
+    SharedExperts,
+)
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.native import load as native_load
@@ -130,6 +139,20 @@ SHARED = replace(
         mlp_out="{layer}.{expert}.down",
     ),
 )
+SINKS = _layer(
+    _attention(4, 2, 16, window=9, sinks="{layer}.sinks"),
+    _mlp(
+        48,
+        clamped_gate=ClampedGate(limit=0.7, slope=1.7),
+        bias=True,
+        experts=Experts(5, 2, normalized=True, router="{layer}.router", router_bias=True),
+        mlp_in=("{layer}.{expert}.gate", "{layer}.{expert}.up"),
+        mlp_out="{layer}.{expert}.down",
+    ),
+)
+CLAMPED = _layer(
+    _attention(4, 1, 32, window=5, sinks="{layer}.sinks"), _mlp(40, clamped_gate=ClampedGate(limit=0.5, slope=2.0))
+)
 RECURRENT = "recurrent layers of both kinds, and attention with output gates"
 SLACK = {RECURRENT: 2}
 """Gates multiply what is rounded, and short queries and keys are made longer."""
@@ -138,6 +161,7 @@ SPECS = {
     "experts that are chosen by sigmoid, and shared ones": (WIDE, SHARED, ONLY_ATTENTION, SHARED),
     "attention and MLPs of all sizes": (WIDE, WINDOWED, ONLY_ATTENTION, ONLY_MLP, PARALLEL, WIDE, ONLY_MLP),
     "attention in the last layer alone": (ONLY_MLP, ONLY_MLP, WINDOWED),
+    "attention sinks, and clamped gates": (CLAMPED, WIDE, CLAMPED, SINKS),
     "experts, and norms of outputs": (EXPERTS, NORMED, MORE_EXPERTS, WIDE, ONLY_ATTENTION),
 }
 

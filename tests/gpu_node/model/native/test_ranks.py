@@ -38,7 +38,7 @@ ODD: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 33, "num_attentio
 ARITHMETICS = pairwise(ISAS, ("none", "int8", "int8_group", "int4"), ("bfloat16", "float16", "int8"), (2, 3))
 KINDS = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
-    *("iq4_nl", "iq4_xs", "bf16", "f16", "f32"),
+    *("iq4_nl", "iq4_xs", "mxfp4", "bf16", "f16", "f32"),
 )
 """Of blocks in GGUF files."""
 

@@ -99,7 +99,21 @@ def test_quantized_checkpoints_are_cut(layout: str, quantized: Quantized) -> Non
 
 
 GGUF_FILES = [("llama", "llama", "q8_0"), ("phi3 with windows", "phi3", "q4_1"), ("qwen3 moe", "qwen3moe", "f16")]
-OTHER_KINDS = ("q4_0", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "bf16", "f32")
+OTHER_KINDS = (
+    "q4_0",
+    "q5_0",
+    "q5_1",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_nl",
+    "iq4_xs",
+    "mxfp4",
+    "bf16",
+    "f32",
+)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.tensors import Converter
 from penstock.gpu_node.model.torch_cpu.load import can_prepack
