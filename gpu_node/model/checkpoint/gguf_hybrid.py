@@ -20,6 +20,8 @@ from penstock.gpu_node.model.protocol import WrittenTokenizer
 _DEFAULT_PERIOD = 4
 """Of Qwen3.5 every fourth layer has attention, if the file does not say which."""
 
+_DEFAULT_EPSILON = 1e-5
+
 
 def describe_hybrid(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:
     """Write the config and tokenizer to a new `folder`. Return the tokenizer, or None for other architectures.
@@ -61,6 +63,10 @@ class _Metadata:
             raise ConfigError(f"{self._prefix}{key} of the metadata is {found!r} but must be a number")
         return found
 
+    def optional(self, key: str) -> Any:
+        """Return any value; None if the file has none."""
+        return self.all.get(self._prefix + key)
+
     def of_layers(self, key: str, count: int) -> list[Any] | None:
         """Return the values for all layers; None if there is none, or one for all. Raises ConfigError."""
         found = self.all.get(self._prefix + key)
@@ -94,7 +100,6 @@ def _common(metadata: _Metadata) -> dict[str, Any]:
         "num_attention_heads": number("attention.head_count"),
         "num_key_value_heads": number("attention.head_count_kv") if kv_heads is None else max(kv_heads),
         "max_position_embeddings": number("context_length"),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         **{f"{name}_token_id": token_id for name, token_id in ids if token_id is not None},
     }
 
@@ -113,6 +118,7 @@ def _qwen3_5(metadata: _Metadata) -> dict[str, Any]:
         recurrent = [(layer + 1) % period != 0 for layer in range(num_layers)]
     return {
         "head_dim": head_dim,
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "linear_conv_kernel_dim": number("ssm.conv_kernel"),
         "linear_key_head_dim": number("ssm.state_size"),
         "linear_num_key_heads": number("ssm.group_count"),
@@ -168,10 +174,61 @@ def _lfm2_moe(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(metadata: _Metadata) -> dict[str, Any]:
+    number, num_layers, heads = metadata.number, metadata.num_layers, metadata.number("ssm.time_step_rank")
+    eps = number("attention.layer_norm_epsilon", _DEFAULT_EPSILON)
+    return {
+        "layers_block_type": [_nemotron_kind(metadata, layer) for layer in range(num_layers)],
+        "head_dim": number("attention.key_length"),
+        "layer_norm_epsilon": number("attention.layer_norm_rms_epsilon", eps),
+        "intermediate_size": _rows_of(metadata, "ffn_up.weight"),
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in metadata.tensors),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": number("ssm.inner_size") // heads,
+        "ssm_state_size": number("ssm.state_size"),
+        "n_groups": number("ssm.group_count"),
+        "conv_kernel": number("ssm.conv_kernel"),
+        "use_bias": any(name.endswith("ssm_in.bias") for name in metadata.tensors),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.tensors),
+    }
+
+
+def _nemotron_kind(metadata: _Metadata, layer: int) -> str:
+    """Return the kind of a layer, which only its tensors say."""
+    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    for name, kind in kinds.items():
+        if f"blk.{layer}.{name}.weight" in metadata.tensors:
+            return kind
+    raise ConfigError(f"blk.{layer} has none of the tensors {', '.join(kinds)}, by which layers are told apart")
+
+
+def _rows_of(metadata: _Metadata, ending: str) -> int:
+    """Return the rows of the first tensor whose name has an ending; 0 without one."""
+    return next((tensor.shape[0] for name, tensor in metadata.tensors.items() if name.endswith(f".{ending}")), 0)
+
+
+def _nemotron_h_moe(metadata: _Metadata) -> dict[str, Any]:
+    number = metadata.number
+    return {
+        **_nemotron_h(metadata),
+        "moe_intermediate_size": number("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.optional("moe_latent_size"),
+        "n_routed_experts": number("expert_count"),
+        "num_experts_per_tok": number("expert_used_count"),
+        "n_group": number("expert_group_count", 1),
+        "topk_group": number("expert_group_used_count", 1),
+        "norm_topk_prob": bool(metadata.optional("expert_weights_norm")),
+        "routed_scaling_factor": number("expert_weights_scale", 1.0),
+    }
+
+
 _CONFIGS: Mapping[str, tuple[str, Callable[[_Metadata], dict[str, Any]]]] = {
     "qwen35": ("Qwen3_5ForCausalLM", _qwen3_5_dense),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
     "lfm2": ("Lfm2ForCausalLM", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2_moe),
+    "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
+    "nemotron_h_moe": ("NemotronHForCausalLM", _nemotron_h_moe),
 }
 """GGUF's architectures, with their names in config.json and the further fields of their configs."""

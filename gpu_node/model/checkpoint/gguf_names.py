@@ -23,14 +23,21 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BY_HEAD: Mapping[str, str] = {".q_proj.": "attention.head_count", ".k_proj.": "attention.head_count_kv"}
 _IN_ORDER: Mapping[str, str] = {}
 _INTERLEAVED_HEADS: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("llama", "granite", "smollm3"), _BY_HEAD),
+    **dict.fromkeys(("llama", "granite", "smollm3", "nemotron_h", "nemotron_h_moe"), _BY_HEAD),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3"), _IN_ORDER),
     **dict.fromkeys(("qwen35", "qwen35moe", "lfm2", "lfm2moe"), _IN_ORDER),
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
 that selects them, and the metadata key with the number of heads, or of the heads of each layer."""
+_NEMOTRON = (
+    (r"^model\.(layers\.\d+\.mixer\.)(?!experts\.)", r"backbone.\1"),
+    (r"\.mixer\.experts\.", ".mlp.experts."),
+    (r"\.e_score_correction_bias$", ".e_score_correction.bias"),
+)
+_LFM2_MOE = ((r"^model\.(layers\.\d+\.feed_forward\.experts\.)", r"\1"), (r"\.expert_bias$", ".expert_bias.bias"))
 _RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "lfm2moe": ((r"^model\.(layers\.\d+\.feed_forward\.experts\.)", r"\1"), (r"\.expert_bias$", ".expert_bias.bias"))
+    "lfm2moe": _LFM2_MOE,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
 }
 """Names that the converter changes before it maps them: patterns, and what takes their place."""
 _RENAMED_IN_ALL = ((r"\.dt_bias$", ".dt_proj.bias"),)

@@ -29,6 +29,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 moe": ("qwen35moe", {}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2 moe": ("lfm2moe", {}),
+    "nemotron h moe": ("nemotron_h_moe", {}),
 }
 """By family: the architecture that its GGUF files name, and settings of the folder."""
 TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 81)]
