@@ -70,6 +70,7 @@ class Vector(IntEnum):
     VALUE_NORM = 20
     CHOICE_BIAS = 21
     SHARED_GATE = 22
+    SKIPS = 23
 
 
 class Activation(IntEnum):
@@ -78,6 +79,7 @@ class Activation(IntEnum):
     SILU = 0
     GELU = 1
     GELU_TANH = 2
+    RELU2 = 3
 
 
 class Ending(IntEnum):

@@ -108,6 +108,7 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("has_attention_output_norm", "has_mlp_output_norm", "has_output_gate")),
         *((name, c.c_int32) for name in ("taps", "channels", "key_heads", "value_heads", "key_dim", "value_dim")),
         ("head_norm_eps", c.c_float),
+        *((name, c.c_int32) for name in ("is_state_space", "tiles_values")),
         *((name, c.c_int32) for name in ("shared_experts", "shares_by_sigmoid")),
         ("expert_scale", c.c_float),
     ]

@@ -37,6 +37,7 @@ MAX_FRAME_TOKENS = 1024
 MAX_GROWTH = 32
 """Characters that a tokenizer's normalizer or decoder may make of one."""
 
+MAX_LAYERS = 1024
 MAX_EXPERT_MATRICES = 1 << 17
 """Layers times experts."""
 MAX_ROPE_NUMBERS = 1 << 29
@@ -105,11 +106,12 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "vocab_size": Limit(1, MAX_VOCAB),
     "hidden_size": Limit(1, 1 << 16),
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "moe_intermediate_size"), _WIDTH),
+    "moe_shared_expert_intermediate_size": _WIDTH,
     **dict.fromkeys(("block_ff_dim", "shared_expert_intermediate_size", "shared_intermediate_size"), _WIDTH),
-    "num_hidden_layers": Limit(1, 1024),
+    "num_hidden_layers": Limit(1, MAX_LAYERS),
     "num_attention_heads": _HEADS,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), Limit(0, 1024)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), _EXPERTS),
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _ORIGINAL,
     "sliding_window": _WINDOW,
@@ -117,12 +119,13 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "num_ln_in_parallel_attn": Limit(1, 2),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _HEADS),
-    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv"), Limit(2, 64)),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv", "conv_kernel"), Limit(2, 64)),
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state"), _HEADS),
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"), _HEADS),
     "mamba_expand": Limit(1, 64),
     **dict.fromkeys(("full_attention_interval", "block_multiple_of"), Limit(1, 1 << 20)),
     **dict.fromkeys(("block_ffn_dim_multiplier", "routed_scaling_factor"), _SCALE),
-    "num_dense_layers": _COUNT,
+    **dict.fromkeys(("num_dense_layers", "num_nextn_predict_layers"), _COUNT),
     "decoder_sparse_step": Limit(0, 1 << 20),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
@@ -150,7 +153,7 @@ CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
     **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention", "use_bias"), _FLAG),
     **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), _FLAG),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias"), _FLAG),
 }
 _LAYER_LISTS: Mapping[str, tuple[object, ...]] = {
     "layer_types": ("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention"),
@@ -190,6 +193,15 @@ GGUF_FIELDS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), "head_dim"),
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "leading_dense_block_count": "num_dense_layers",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+    "full_attention_interval": "full_attention_interval",
+    "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "context_length": "max_position_embeddings",
@@ -212,6 +224,7 @@ GGUF_ROPE_FIELDS: Mapping[str, str] = {
 }
 """The same of `rope_parameters`."""
 _ZERO_IS_NONE = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length")) | {
+    *("expert_shared_feed_forward_length", "leading_dense_block_count", "nextn_predict_layers"),
     *("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     *("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
 }
@@ -296,7 +309,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
     limits = {key: CONFIG_LIMITS[field] for key, field in GGUF_FIELDS.items()}
     limits |= {key: ROPE_LIMITS[field] for key, field in GGUF_ROPE_FIELDS.items()}
     lows = {key: 0 if key in _ZERO_IS_NONE else max(limit.low, int(limit.is_whole)) for key, limit in limits.items()}
-    # A list, as some files have it for their layers, is None here. It is refused where it is read.
+    # The values of lists for all layers are checked where they are read.
+    metadata = {key: value for key, value in metadata.items() if not isinstance(value, list)}
     _checked(metadata, {f"{name}.{key}": replace(limits[key], low=low) for key, low in lows.items()}, "")
     count = "attention.head_count"
     _require_multiple(metadata, f"{name}.{count}", f"{name}.{count}_kv")

@@ -35,12 +35,14 @@ class DeltaRule:
     value_dim: int
     taps: int
     norm_eps: float
-    inputs: tuple[str, str]
-    """The projection to queries, keys and values, one after another, and the projection to the gates of the outputs."""
+    inputs: tuple[str, ...]
+    """The projection to queries, keys and values, one after another, and the projection to the gates of the outputs. Or
+    one tensor that holds, per key head, the rows of its query, key, values and gates."""
     learning_gate: str
     """The matrix whose outputs say, by value head, how far a token's value replaces the old one."""
     decay_gate: str
-    """The matrix whose outputs say, by value head, how far a token lets the state decay."""
+    """The matrix whose outputs say, by value head, how far a token lets the state decay. If it is that of
+    `learning_gate`, it holds, per key head, the rows of both gates of its value heads."""
     convolution: str
     decay_log: str
     """Logarithms of the value heads' rates of decay. The name is complete, as that of `decay_bias` is."""
@@ -51,6 +53,11 @@ class DeltaRule:
     out: str
     has_bias: bool = False
     has_convolution_bias: bool = False
+    has_rates: bool = False
+    """Whether `decay_log` are the rates themselves, which are negative, as in GGUF files."""
+    tiles_values: bool = False
+    """Whether value head h belongs to key head h modulo their number, as in GGUF files. Otherwise the value heads of a
+    key head follow one another."""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -78,7 +85,14 @@ class DeltaRule:
     @property
     def input_parts(self) -> Parts:
         """The parts of the mixer's first matrix."""
+        if self.is_fused:
+            return ((self.inputs[0], self.channels + self.outputs),)
         return tuple(zip(self.inputs, (self.channels, self.outputs), strict=True))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one tensor has all inputs."""
+        return len(self.inputs) == 1
 
     @property
     def state_numbers(self) -> int:
@@ -150,11 +164,14 @@ class StateSpace:
     norm: str
     """An RMS norm of the gated outputs of each group."""
     out: str
+    has_rates: bool = False
+    """Whether `decay_log` are the rates themselves, which are negative, as in GGUF files."""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
         if self.num_heads % self.num_groups:
-            raise ConfigError(f"mamba_n_heads is {self.num_heads} but must be a multiple of {self.num_groups} groups")
+            found = f"{_IN_FILES['num_heads']} is {self.num_heads}"
+            raise ConfigError(f"{found} but must be a multiple of {self.num_groups} groups")
 
     @property
     def outputs(self) -> int:
@@ -184,12 +201,12 @@ _IN_FILES = {
     "num_value_heads": "linear_num_value_heads",
     "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim",
-    "taps": "linear_conv_kernel_dim (conv_L_cache, mamba_d_conv)",
+    "taps": "linear_conv_kernel_dim (conv_L_cache, mamba_d_conv, conv_kernel)",
     "channels": "hidden_size",
-    "num_heads": "mamba_n_heads",
-    "head_dim": "mamba_d_head",
-    "num_groups": "mamba_n_groups",
-    "state_size": "mamba_d_state",
+    "num_heads": "mamba_n_heads (mamba_num_heads)",
+    "head_dim": "mamba_d_head (mamba_head_dim)",
+    "num_groups": "mamba_n_groups (n_groups)",
+    "state_size": "mamba_d_state (ssm_state_size)",
 }
 """What fields are called in config.json, for a reader of an error."""
 

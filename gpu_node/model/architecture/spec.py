@@ -12,7 +12,7 @@ from penstock.gpu_node.model.architecture.limits import MAX_EXPERT_MATRICES, che
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence
 from penstock.gpu_node.model.protocol import MatrixName
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
 _IN_FILES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,11 +16,10 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """An expert's own number in the names of its tensors."""
 _MATRIX_DIMS = 2
 _STACK_DIMS = 3
-_GATES_AND_UPS = ("experts.gate_up_proj", "input_linear.weight")
-_FUSED = {
-    "gate_proj.weight": (_GATES_AND_UPS, 0),
-    "up_proj.weight": (_GATES_AND_UPS, 1),
-    "down_proj.weight": (("experts.down_proj", "output_linear.weight"), None),
+_FUSED: Mapping[str, tuple[tuple[str, int | None], ...]] = {
+    "gate_proj.weight": (("experts.gate_up_proj", 0), ("input_linear.weight", 0)),
+    "up_proj.weight": (("experts.gate_up_proj", 1), ("input_linear.weight", 1), ("experts.up_proj", None)),
+    "down_proj.weight": (("experts.down_proj", None), ("output_linear.weight", None)),
 }
 """Tensors of all experts, by the last parts of an expert's own names; 0 and 1 are halves of its rows."""
 _TURNED = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
@@ -68,9 +67,8 @@ def one_of_experts(name: str, stored: FindStored) -> StoredTensor | None:
         return _one_bias(name, stored)
     if (fused := _FUSED.get(rest)) is None:
         return None
-    names, part = fused
-    found = (stored(f"{prefix}.{stacked}") for stacked in names)
-    stack = next((one for one in found if one is not None), None)
+    found = ((stored(f"{prefix}.{stacked}"), part) for stacked, part in fused)
+    stack, part = next(((one, part) for one, part in found if one is not None), (None, None))
     matrix = None if stack is None else one_of_stack(stack, int(expert[1]))
     if matrix is None or part is None:
         return matrix

@@ -19,6 +19,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import generation_config
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader
+from penstock.gpu_node.model.checkpoint.gguf_hybrid import describe_hybrid
 from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
 from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     BYTE_LEVEL,
@@ -59,7 +60,7 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
             # Parse the header first, because its errors for truncated files are clearer than those of transformers.
             header = file.header_with(TOKENIZER_LISTS)
             _check_tokenizer(file.path, header)
-            tokenizer = describe_llama(header, folder)
+            tokenizer = describe_hybrid(header, folder) or describe_llama(header, folder)
             if tokenizer is None:
                 describe_by_transformers(file.path, header, folder, progress)
             _add_generation(header, folder / generation_config.FILE)

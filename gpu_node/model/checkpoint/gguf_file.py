@@ -22,6 +22,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import (
     GGUF_LIST_LIMITS,
     MAX_DIM,
+    MAX_LAYERS,
     MAX_LIST,
     MAX_TENSORS,
     MAX_TEXT_BYTES,
@@ -43,6 +44,8 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _EMBEDDING = "token_embd.weight"
 """The tensor of the tokens' embeddings."""
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
+_OF_LAYERS = (".attention.head_count_kv", ".attention.recurrent_layers", ".feed_forward_length")
+"""What the keys end with that may have a value for each layer. Such lists are always read."""
 _SPLIT_COUNT, _SPLIT_NO = "split.count", "split.no"
 """The number of a model's parts, and the index of one of them."""
 
@@ -62,7 +65,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata of a GGUF file, without the lists that were not asked for, and its tensors by GGUF name."""
+    """The metadata of a GGUF file with the lists of layers and those that were asked for, and its tensors by name."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -71,7 +74,7 @@ class GgufHeader:
 def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
     """Parse the header of a complete file. Raises ConfigError for a file that is truncated, invalid or no GGUF.
 
-    lists: the keys of lists to read; other lists are skipped.
+    lists: the keys of lists to read, beside those of layers; other lists are skipped.
     """
     cursor = _Cursor(content, lists)
     try:
@@ -144,6 +147,10 @@ def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTens
     return GgufTensor(ggml_type.name.lower(), dims[::-1], start, prod(dims) // block_size * block_bytes)
 
 
+def _most_values(key: str) -> int:
+    return MAX_LAYERS if key.endswith(_OF_LAYERS) else GGUF_LIST_LIMITS.get(key, MAX_LIST)
+
+
 class _Cursor:
     """Reads values one after another; raises struct.error past the end."""
 
@@ -180,7 +187,7 @@ class _Cursor:
             return key, self.text()
         if kind != _ARRAY:
             raise ConfigError(f"{key} has the unknown type {kind}")
-        return key, self._list(key, is_wanted=key in self._lists)
+        return key, self._list(key, is_wanted=key in self._lists or key.endswith(_OF_LAYERS))
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, dimensions (fastest first), format, and offset from the start of the data."""
@@ -192,7 +199,7 @@ class _Cursor:
 
     def _list(self, key: str, *, is_wanted: bool) -> list[Any] | None:
         kind, length = self.number(_U32), self.number(_U64)
-        if length > (most := GGUF_LIST_LIMITS.get(key, MAX_LIST)):
+        if length > (most := _most_values(key)):
             raise ConfigError(f"{key} has {length:,} values; at most {most:,} are read")
         if kind == _STRING and is_wanted:
             return self._texts(length)
@@ -234,7 +241,7 @@ class GgufFile:
 
     @property
     def header(self) -> GgufHeader:
-        """The header without lists. Raises ConfigError that names the file, if it is truncated or invalid."""
+        """The header with the lists of layers alone. Raises ConfigError that names a truncated or invalid file."""
         if self._header is None:
             self._header = self.header_with(())
         return self._header

@@ -66,15 +66,17 @@ def describe_llama(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:
 
     header: with its `TOKENIZER_LISTS`.
     """
-    metadata = header.metadata
     config = _config(header)
-    special = _special_ids(metadata)
-    tokens: Any = metadata.get(TOKENIZER_LISTS[0])
+    if config is None or not has_plain_tokenizer(header.metadata):
+        return None
+    return write_description(header, config, folder)
+
+
+def write_description(header: GgufHeader, config: Mapping[str, Any], folder: Path) -> WrittenTokenizer:
+    """Write a config, with what all configs have, and the byte-level tokenizer of a file to a new `folder`."""
+    metadata = header.metadata
+    special, tokens = special_ids(metadata), metadata[TOKENIZER_LISTS[0]]
     template = metadata.get("tokenizer.chat_template")
-    if config is None or not _has_plain_tokenizer(metadata):
-        return None
-    if any(not isinstance(token_id, int | None) or (token_id or 0) >= len(tokens) for token_id in special.values()):
-        return None
     named = {f"{name}_token": None if token_id is None else tokens[token_id] for name, token_id in special.items()}
     tokenizer = _tokenizer(metadata, named)
     folder.mkdir()
@@ -85,10 +87,10 @@ def describe_llama(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:
     facts = {"backend": "tokenizers", "is_local": True, "local_files_only": False, "model_max_length": _UNLIMITED}
     _write(folder / "tokenizer_config.json", {**facts, **named, "tokenizer_class": "TokenizersBackend"})
     _write(folder / "config.json", config)
-    ids = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
+    ids = {f"{name}_token_id": config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
     generation = {name: token_id for name, token_id in ids.items() if token_id is not None}
     facts = {"_from_model_config": True, "output_attentions": False, "output_hidden_states": False, "use_cache": True}
-    _write(folder / "generation_config.json", {**facts, **generation, "transformers_version": _transformers_version()})
+    _write(folder / "generation_config.json", {**facts, **generation, "transformers_version": transformers_version()})
     return tokenizer
 
 
@@ -110,27 +112,30 @@ def _config(header: GgufHeader) -> dict[str, Any] | None:
     return {
         **_DEFAULTS,
         **sizes,
-        **{f"{name}_token_id": token_id for name, token_id in _special_ids(metadata).items() if token_id is not None},
+        **{f"{name}_token_id": token_id for name, token_id in special_ids(metadata).items() if token_id is not None},
         **({} if name is None else {"_model_name_or_path": name}),
         "rms_norm_eps": floats["rms_norm_eps"],
         "rope_parameters": {"rope_theta": floats["rope_theta"], "rope_type": "default"},
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "transformers_version": _transformers_version(),
+        "transformers_version": transformers_version(),
     }
 
 
-def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of the special tokens by their names in config.json; None for those that the file lacks."""
     return {name: metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
 
 
-def _has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
+def has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a file has a byte-level tokenizer with all of its lists, and special tokens in its vocabulary."""
     tokens, kinds, merges = (metadata.get(name) or () for name in TOKENIZER_LISTS)
+    ids = special_ids(metadata).values()
     return (
         metadata.get("tokenizer.ggml.model") == "gpt2"
         and bool(tokens and kinds and merges)
         and len(tokens) == len(kinds)
         and metadata.get("tokenizer.chat_template", "a template") != ""
+        and all(isinstance(token_id, int | None) and (token_id or 0) < len(tokens) for token_id in ids)
     )
 
 
@@ -179,7 +184,8 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], *, special: bool) -> None
     backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens])
 
 
-def _transformers_version() -> str:
+def transformers_version() -> str:
+    """Return the version of transformers whose files these are like."""
     return importlib.metadata.version("transformers")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
 from penstock.gpu_node.model.checkpoint.tensors import StoredRecurrence, StoredScan
 
 Floats = NDArray[np.float32]
@@ -55,17 +56,22 @@ def values_of(stored: StoredRecurrence) -> RecurrenceValues:
     """Read the small tensors of a mixer."""
     convolution = stored.convolution.to_float32()
     heads: HeadValues | ScanValues | None = None
+
+    def rates(decay: Stored) -> Floats:
+        numbers = decay.to_float32()
+        return numbers if stored.has_rates else -np.exp(numbers)
+
     if isinstance(stored.heads, StoredScan):
         heads = ScanValues(
             duration_biases=stored.heads.duration_bias.to_float32(),
-            decay_rates=-np.exp(stored.heads.decay_log.to_float32()),
+            decay_rates=rates(stored.heads.decay_log),
             skips=stored.heads.skip.to_float32(),
             norm=stored.heads.norm.to_float32(),
         )
     elif stored.heads is not None:
         heads = HeadValues(
             gates=np.concatenate([gate.to_float32() for gate in stored.heads.gates]),
-            decay_rates=-np.exp(stored.heads.decay_log.to_float32()),
+            decay_rates=rates(stored.heads.decay_log),
             decay_biases=stored.heads.decay_bias.to_float32(),
             norm=stored.heads.norm.to_float32(),
         )

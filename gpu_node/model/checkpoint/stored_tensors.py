@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import MODEL_ARCH_NAMES
-from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import MAX_DIM, MAX_HEADER_BYTES, MAX_TENSOR_DIMS, MAX_TENSORS
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.expert_stacks import EXPERT, one_of_experts, one_of_stack, turned_matrix
-from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, GgufTensor
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufTensor
+from penstock.gpu_node.model.checkpoint.gguf_names import GgufNames
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
@@ -44,7 +43,7 @@ _SAFETENSORS_KINDS = {
 }
 """The supported safetensors dtypes, with the bytes per number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_BASES = ("model", "gpt_neox", "transformer")
+_BASES = ("model", "gpt_neox", "transformer", "backbone")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
 _SCALED_PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
@@ -176,11 +175,15 @@ def _tensors_of(folder: Path, files: Mapping[Path, MappedFile]) -> dict[str, Sto
 
 
 def _finder_of(tensors: Mapping[str, StoredTensor]) -> FindStored:
-    """Return a function that finds tensors by name. A model saved without its head lacks the first part of names."""
+    """Return a function that finds tensors by name. A model saved without its head lacks the first part of names.
+
+    Nemotron's published files have another first part than its class in transformers.
+    """
 
     def stored(name: str) -> StoredTensor | None:
         first, _, rest = name.partition(".")
-        return tensors.get(name) or (tensors.get(rest) if first in _BASES else None)
+        known = (name, rest, f"backbone.{rest}") if first in _BASES else (name,)
+        return next((found for one in known if (found := tensors.get(one)) is not None), None)
 
     def find(name: str) -> StoredTensor | None:
         return stored(name) or one_of_experts(name, stored)
@@ -236,44 +239,6 @@ def _rows(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return data.reshape(prod(shape[:-1]), -1) if data.size else data.reshape(0, 0)
 
 
-_INTERLEAVED_HEADS: dict[str, dict[str, str]] = {
-    **{
-        name: {".q_proj.": f"{name}.attention.head_count", ".k_proj.": f"{name}.attention.head_count_kv"}
-        for name in ("llama", "granite", "smollm3")
-    },
-    **{name: {} for name in ("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss")},
-}
-"""The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
-that selects them, and the metadata key with the number of heads."""
-
-
-def conventions_of(header: GgufHeader) -> tuple[dict[str, int], Any]:
-    """Return the number of heads of interleaved tensors by name part, and the map from Hugging Face's names."""
-    name = str(header.metadata.get("general.architecture"))
-    if name not in _INTERLEAVED_HEADS:
-        raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")
-    architecture = next(known for known, gguf_name in MODEL_ARCH_NAMES.items() if gguf_name == name)
-    counts = {suffix: _count(header, key) for suffix, key in _INTERLEAVED_HEADS[name].items()}
-    return counts, get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
-
-
-def _count(header: GgufHeader, key: str) -> int:
-    count = header.metadata.get(key)
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{key} of the metadata is {count!r} but must be a whole number of at least 1")
-    return count
-
-
-def deinterleaved(num_rows: int, num_heads: int) -> NDArray[np.int32]:
-    """Return the row order that undoes the interleaving.
-
-    Row r of a head's first half is stored as row 2r of the head, row r of its second half as row 2r + 1.
-    """
-    if num_rows % (2 * num_heads):
-        raise ConfigError(f"{num_rows} rows do not divide into two halves for each of {num_heads} heads")
-    return np.arange(num_rows, dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
-
-
 class _GgufTensors:
     """Finds the tensors of a GGUF file by Hugging Face's names, in Hugging Face's row order."""
 
@@ -281,28 +246,23 @@ class _GgufTensors:
         self._bytes_of, self._paths = file.bytes_of, file.paths
         self._header = file.header
         try:
-            self._interleaved, self._names = conventions_of(self._header)
+            self._names = GgufNames(self._header)
         except ConfigError as error:
             raise ConfigError(f"cannot read {file.path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
-        # A GGUF file stacks the matrices of all experts in one tensor.
-        stacked_name, expert = EXPERT.sub(".experts.", name), EXPERT.search(name)
-        gguf_name = self._names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
+        gguf_name, expert = self._names.name_of(name) or "", EXPERT.search(name)
         tensors = self._header.tensors
         # The converter adds an ending to the names of tensors that have none.
         tensor: GgufTensor | None = tensors.get(gguf_name) or tensors.get(f"{gguf_name}.weight")
         if tensor is None:
             return None
-        data = self._bytes_of(tensor)
-        kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
-        stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
+        kind, shape = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type), tensor.shape
+        stored = StoredTensor(name, kind, self._names.shape_of(gguf_name, shape), _rows(self._bytes_of(tensor), shape))
         if expert is not None:
             return one_of_stack(stored, int(expert[1]))
-        heads = next((count for part, count in self._interleaved.items() if part in name), None)
-        if heads is None:
-            return stored
         try:
-            return stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
+            order = self._names.row_order_of(name, shape[0])
         except ConfigError as error:
             raise ConfigError(f"cannot read {self._paths[tensor.part]}: {gguf_name}: {error.message}") from error
+        return stored if order is None else stored.take_rows(order, *shape)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.recurrent import DeltaRule, StateSpace
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
@@ -69,6 +69,8 @@ class StoredRecurrence:
     """[channels]"""
     heads: StoredHeads | StoredScan | None
     """None for a short convolution."""
+    has_rates: bool = False
+    """Whether `decay_log` of the heads are the rates themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,10 @@ class DecoderTensors:
         Of a recurrent mixer: its input projections. None: the layer has no mixer.
         """
         attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
+        if isinstance(recurrence, DeltaRule) and recurrence.is_fused:
+            [fused] = self._linear("qkv", layer, has_bias=False).weights
+            order = input_order(recurrence)
+            return StoredLinear((fused.take_rows(order, len(order), *fused.shape[1:]),))
         if recurrence is not None:
             return self._linear("qkv", layer, has_bias=recurrence.has_bias)
         if attention is None:
@@ -215,10 +221,9 @@ class DecoderTensors:
         convolution = mixer.convolution.format(layer=layer)
         heads: StoredHeads | StoredScan | None = None
         if isinstance(mixer, DeltaRule):
-            count, hidden = mixer.num_value_heads, self._spec.hidden_size
-            learning, decay = (name.format(layer=layer) for name in (mixer.learning_gate, mixer.decay_gate))
+            count = mixer.num_value_heads
             heads = StoredHeads(
-                gates=(get(f"{learning}.weight", count, hidden), get(f"{decay}.weight", count, hidden)),
+                gates=self._gates(mixer, layer),
                 decay_log=get(mixer.decay_log.format(layer=layer), count),
                 decay_bias=get(mixer.decay_bias.format(layer=layer), count),
                 norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.value_dim),
@@ -234,7 +239,19 @@ class DecoderTensors:
             convolution=get(f"{convolution}.weight", mixer.channels, 1, mixer.taps),
             bias=get(f"{convolution}.bias", mixer.channels) if mixer.has_convolution_bias else None,
             heads=heads,
+            has_rates=not isinstance(mixer, ShortConvolution) and mixer.has_rates,
         )
+
+    def _gates(self, mixer: DeltaRule, layer: int) -> tuple[Stored, Stored]:
+        """Return the matrices of both gates of a delta rule, [value heads, hidden] each."""
+        get, count, hidden = self._checkpoint.get, mixer.num_value_heads, self._spec.hidden_size
+        learning, decay = (name.format(layer=layer) for name in (mixer.learning_gate, mixer.decay_gate))
+        if learning != decay:
+            return get(f"{learning}.weight", count, hidden), get(f"{decay}.weight", count, hidden)
+        fused = get(f"{learning}.weight", 2 * count, hidden)
+        by_head = np.arange(2 * count, dtype=np.int32).reshape(mixer.num_key_heads, 2, -1)
+        first, second = (fused.take_rows(by_head[:, i].ravel(), count, hidden) for i in (0, 1))
+        return first, second
 
     def router(self, layer: int) -> Stored | None:
         """Return the matrix that scores the experts, [num_experts, hidden]; None if there are no experts."""
@@ -267,9 +284,11 @@ class DecoderTensors:
             return
         size, get = mlp.intermediate_size, self._checkpoint.get
         whole, names = shared.count * size, [f"{name.format(layer=layer)}.weight" for name in shared.mlp_in]
-        # A single tensor has both, the gates first.
-        matrices = [get(name, 2 * whole // len(names), hidden) for name in names]
-        inner = matrices if len(names) > 1 else [matrices[0].span(0, whole), matrices[0].span(whole, 2 * whole)]
+        rows = 2 * whole if mlp.is_gated else whole
+        matrices = [get(name, rows // len(names), hidden) for name in names]
+        # A single tensor of a gated MLP has both, the gates first.
+        is_fused = mlp.is_gated and len(names) == 1
+        inner = [matrices[0].span(0, whole), matrices[0].span(whole, rows)] if is_fused else matrices
         out = get(f"{shared.mlp_out.format(layer=layer)}.weight", hidden, whole)
         for start in range(0, shared.count * size, size):
             parts = tuple(matrix.span(start, start + size) for matrix in inner)
@@ -338,6 +357,21 @@ def rows_by_part(attention: Attention) -> tuple[NDArray[np.int32], ...]:
         return q, k, v
     by_head = rows.reshape(attention.num_kv_heads, -1, attention.head_dim)
     return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()
+
+
+def input_order(mixer: DeltaRule) -> NDArray[np.int32]:
+    """Return the row indices of queries, keys, values and gates of outputs in a fused tensor."""
+    group = mixer.num_value_heads // mixer.num_key_heads * mixer.value_dim
+    sizes = (mixer.key_dim, mixer.key_dim, group, group)
+    rows = np.arange(mixer.num_key_heads * sum(sizes), dtype=np.int32).reshape(mixer.num_key_heads, -1)
+    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
+    return np.concatenate([part.ravel() for part in parts])
+
+
+def value_order(mixer: DeltaRule) -> NDArray[np.int32]:
+    """Return the channels of a mixer's values in the order of a GGUF file, as indices into those of Hugging Face."""
+    by_head = np.arange(mixer.outputs, dtype=np.int32).reshape(mixer.num_key_heads, -1, mixer.value_dim)
+    return by_head.swapaxes(0, 1).ravel()
 
 
 class RankTensors(DecoderTensors):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from penstock.gpu_node.model.architecture.encoders import EncoderFoundError, row_kind_of
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.gguf_names import GgufNames
 from penstock.gpu_node.model.checkpoint.hub import HubModel
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import check_gguf, local_path
-from penstock.gpu_node.model.checkpoint.stored_tensors import conventions_of
 from penstock.gpu_node.model.checkpoint.weight_files import gguf_of
 from penstock.gpu_node.model.loading.load import find_model
 from penstock.gpu_node.model.options import RunnerOptions
@@ -29,7 +29,7 @@ def check_model(model: str, options: RunnerOptions, revision: str | None = None)
         check_gguf(path)
     gguf = gguf_of(path) if path.is_dir() else path
     if gguf is not None:
-        conventions_of(GgufFile(gguf).header)
+        GgufNames(GgufFile(gguf).header)
         return
     try:
         find_model(model, options, lambda stage, fraction: None, revision=revision)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.encoders import EncoderFoundError, is_encoder, row_kind_of
 from penstock.gpu_node.model.architecture.families import family_of, needs_transformers, text_config_of
+from penstock.gpu_node.model.architecture.gguf_layout import as_in_gguf
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
 from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
@@ -327,6 +328,7 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
     later = [kind for kind in spec.kinds if kind.post_attention_norm is not None or kind.post_mlp_norm is not None]
     present = {
         "experts": any(mlp.experts is not None for mlp in spec.mlps),
+        "activation relu2": any(mlp.activation == "relu2" for mlp in spec.mlps),
         "recurrent layers": bool(spec.recurrences),
         "attention sinks": any(one.sinks is not None for one in spec.attentions),
         "clamped gates": any(mlp.clamped_gate is not None for mlp in spec.mlps),
@@ -376,8 +378,7 @@ def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptio
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source.folder}/config.json is invalid: {error}") from error
     if source.gguf is not None:
-        # llama.cpp's converter adds the offset to the weights that it writes.
-        spec = replace(spec, norm_offset=0.0)
+        spec = as_in_gguf(spec)
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"

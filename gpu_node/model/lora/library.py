@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, MAX_HEADER_BYTES, check_adapter
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule
+from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
 from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors
-from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
+from penstock.gpu_node.model.checkpoint.tensors import input_order, rows_by_part, value_order
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
 from penstock.runtime.reading import reading
@@ -58,6 +59,8 @@ class _Pair:
     up: StoredTensor
     row_order: NDArray[np.int32] | None
     """The order of the rows of `up`, if the checkpoint's order differs from the runners'."""
+    column_order: NDArray[np.int32] | None
+    """The same of the columns of `down`."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -77,7 +80,8 @@ class LoraAdapter:
 
     def _low_rank(self, pair: _Pair) -> LowRank:
         up = pair.up.to_float32() if pair.row_order is None else pair.up.to_float32()[pair.row_order]
-        return LowRank(pair.part, pair.down.to_float32(), up * np.float32(self._factor))
+        down = pair.down.to_float32() if pair.column_order is None else pair.down.to_float32()[:, pair.column_order]
+        return LowRank(pair.part, down, up * np.float32(self._factor))
 
 
 def digest_of(folder: Path) -> str:
@@ -147,9 +151,10 @@ def _pairs_of(
     stored: dict[str, StoredTensor], spec: ModelSpec, layer: int, matrix: MatrixName, rank: int
 ) -> Iterator[_Pair]:
     """Yield the tensor pairs for a matrix and remove them from `stored`."""
-    kind, order = spec.layers[layer], None
-    if matrix == "qkv" and kind.attention is not None and len(kind.attention.qkv) == 1:
-        order = np.concatenate(rows_by_part(kind.attention))
+    kind, columns = spec.layers[layer], None
+    rows_of_parts = dict(enumerate(_row_orders(kind, matrix)))
+    if matrix == "out" and isinstance(kind.recurrence, DeltaRule) and kind.recurrence.tiles_values:
+        columns = value_order(kind.recurrence)
     for part, (name, rows) in enumerate(spec.parts_of(kind, matrix)):
         full = name.format(layer=layer)
         # An adapter of a model without its head, as those for embeddings are, lacks the first part of names.
@@ -158,7 +163,20 @@ def _pairs_of(
         up_name = down_name.replace(".lora_A.", ".lora_B.")
         if down_name in stored or up_name in stored:
             down = _take(stored, down_name, (rank, spec.columns_of(kind, matrix)))
-            yield _Pair(part, down, _take(stored, up_name, (rows, rank)), order)
+            yield _Pair(part, down, _take(stored, up_name, (rows, rank)), rows_of_parts.get(part), columns)
+
+
+def _row_orders(kind: LayerSpec, matrix: MatrixName) -> tuple[NDArray[np.int32], ...]:
+    """Return the order of the rows of each part of a matrix in the base model; () if it is that of the adapter."""
+    attention, mixer = kind.attention, kind.recurrence
+    if matrix == "qkv" and attention is not None and len(attention.qkv) == 1:
+        return (np.concatenate(rows_by_part(attention)),)
+    if matrix == "qkv" and isinstance(mixer, DeltaRule) and mixer.is_fused:
+        return (input_order(mixer),)
+    if matrix == "qkv" and isinstance(mixer, DeltaRule) and mixer.tiles_values:
+        keys, values = np.arange(2 * mixer.keys, dtype=np.int32), value_order(mixer)
+        return np.concatenate((keys, 2 * mixer.keys + values)), values
+    return ()
 
 
 def _take(stored: dict[str, StoredTensor], name: str, shape: tuple[int, int]) -> StoredTensor:

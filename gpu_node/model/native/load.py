@@ -69,7 +69,12 @@ _STATE_COLUMNS = 32
 """kStateColumns of src/model/recurrent_stage.h."""
 _KEY_GROUP = 32
 """Channels of a key in int8 that share a scale."""
-_ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+}
 _KV_FORMATS = {
     "auto": KvFormat.BF16,
     "float16": KvFormat.F16,
@@ -328,19 +333,21 @@ def _check_sizes(spec: ModelSpec) -> None:
         mlp = layer.mlp
         if mlp is None or mlp.experts is None:
             continue
-        if spec.hidden_size % PANEL or mlp.intermediate_size % (PANEL // 2):
+        rows = PANEL // 2 if mlp.is_gated else PANEL
+        if spec.hidden_size % PANEL or mlp.intermediate_size % rows:
             reason = f"experts with hidden size {spec.hidden_size} and intermediate size {mlp.intermediate_size}"
-            reason += f" do not fill panels: multiples of {PANEL} and {PANEL // 2} are needed"
+            reason += f" do not fill panels: multiples of {PANEL} and {rows} are needed"
             raise NativeUnavailableError(reason, "--runner torch")
-        if layer.post_mlp_norm is not None or not mlp.is_gated:
-            reason = "experts without gates or with norms of their outputs are not supported"
+        if layer.post_mlp_norm is not None or (mlp.bias and not mlp.is_gated):
+            reason = "experts with norms of their outputs, or with biases and without gates, are not supported"
             raise NativeUnavailableError(reason, "--runner torch")
 
 
 def _check_recurrence(mixer: Recurrence) -> None:
     remedy = "--runner torch"
-    if isinstance(mixer, StateSpace):
-        raise NativeUnavailableError("the kernels have no state-space layers (Mamba-2)", remedy)
+    if isinstance(mixer, StateSpace) and (mixer.head_dim % LANES or mixer.state_size % LANES):
+        reason = f"state-space heads of {mixer.head_dim} channels with states of {mixer.state_size}"
+        raise NativeUnavailableError(f"{reason}: multiples of {LANES} are needed", remedy)
     if mixer.channels % LANES:
         raise NativeUnavailableError(f"a convolution over {mixer.channels} channels, no multiple of {LANES}", remedy)
     if isinstance(mixer, DeltaRule) and (mixer.key_dim % LANES or mixer.value_dim % _STATE_COLUMNS):
@@ -435,6 +442,11 @@ def _set_recurrence(native: NativeLayer, mixer: Recurrence) -> None:
     if isinstance(mixer, DeltaRule):
         native.key_heads, native.value_heads = mixer.num_key_heads, mixer.num_value_heads
         native.key_dim, native.value_dim, native.head_norm_eps = mixer.key_dim, mixer.value_dim, mixer.norm_eps
+        native.tiles_values = mixer.tiles_values
+    if isinstance(mixer, StateSpace):
+        native.is_state_space = True
+        native.key_heads, native.value_heads = mixer.num_groups, mixer.num_heads
+        native.key_dim, native.value_dim, native.head_norm_eps = mixer.state_size, mixer.head_dim, mixer.norm_eps
 
 
 def is_rotated(spec: ModelSpec, quantization: str) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.description import Description
-from penstock.gpu_node.model.checkpoint.recurrences import HeadValues, values_of
+from penstock.gpu_node.model.checkpoint.recurrences import HeadValues, ScanValues, values_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
@@ -185,6 +185,11 @@ class Packer:
             self._set_vector(Vector.GATES, layer, np.pad(heads.gates, padding))
             self._set_vector(Vector.DECAY_RATES, layer, heads.decay_rates)
             self._set_vector(Vector.DECAY_BIASES, layer, heads.decay_biases)
+            self._set_vector(Vector.VALUE_NORM, layer, heads.norm)
+        if isinstance(heads, ScanValues):
+            self._set_vector(Vector.DECAY_RATES, layer, heads.decay_rates)
+            self._set_vector(Vector.DECAY_BIASES, layer, heads.duration_biases)
+            self._set_vector(Vector.SKIPS, layer, heads.skips)
             self._set_vector(Vector.VALUE_NORM, layer, heads.norm)
 
     def _pack_mlp(self, layer: int, gains: _Gains, *, is_gated: bool) -> None:

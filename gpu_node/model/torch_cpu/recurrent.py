@@ -152,9 +152,7 @@ def _delta_rule(
         raise InvariantError("a delta rule has no value heads")
     queries, keys, values = torch.split(mixed, [mixer.keys, mixer.keys, mixer.outputs], dim=-1)
     queries, keys = (
-        _unit(one.view(num_tokens, mixer.num_key_heads, mixer.key_dim)).repeat_interleave(
-            count // mixer.num_key_heads, dim=1
-        )
+        _of_value_heads(mixer, _unit(one.view(num_tokens, mixer.num_key_heads, mixer.key_dim)))
         for one in (queries, keys)
     )
     queries = queries * mixer.key_dim**-0.5
@@ -174,6 +172,14 @@ def _delta_rule(
     _continue(states.matrices, steps, advance)
     normed_out = functional.rms_norm(out, (mixer.value_dim,), heads.norm, mixer.norm_eps)
     return normed_out.flatten(1) * functional.silu(gates)
+
+
+def _of_value_heads(mixer: DeltaRule, of_key_heads: Tensor) -> Tensor:
+    """Return [num_tokens, value heads, key_dim]: for each value head what its key head has."""
+    group = mixer.num_value_heads // mixer.num_key_heads
+    if mixer.tiles_values:
+        return of_key_heads.repeat(1, group, 1)
+    return of_key_heads.repeat_interleave(group, dim=1)
 
 
 def _scan(

@@ -58,6 +58,7 @@ enum Vector {
   kValueNorm = 20,
   kChoiceBias = 21,
   kSharedGate = 22,
+  kSkips = 23,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -107,6 +108,8 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].recurrent.decay_rates;
     case kDecayBiases:
       return weights.layers[layer].recurrent.decay_biases;
+    case kSkips:
+      return weights.layers[layer].recurrent.skips;
     case kValueNorm:
       return weights.layers[layer].recurrent.norm;
     case kFinalGains:

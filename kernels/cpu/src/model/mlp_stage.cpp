@@ -34,6 +34,8 @@ void activate(const LayerSpec& spec, const float* inner, int panel, float* row) 
         return gelu(x);
       case Activation::kGeluTanh:
         return gelu_tanh(x);
+      case Activation::kRelu2:
+        return squared_relu(x);
       default:
         return silu(x);
     }

@@ -10,6 +10,7 @@ namespace {
 
 constexpr float kLengthEps = 1e-6f;  // added to the squared length of queries and keys
 constexpr int kShortChannels = 4 * kLanes;
+constexpr int kConvolvedChannels = 8 * kLanes;  // of a state space, by one thread
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
@@ -55,6 +56,28 @@ void learn_token(float* state, int key_dim, const float* query, const float* key
   for (int v = 0; v < 2; ++v) store(out + v * kLanes, found[0][v] + found[1][v]);
 }
 
+// Lets some columns of a state space's matrix decay, adds a token to them, and writes what is read of them.
+// state: [rows][kVectors * kLanes]; value: already times the token's duration. Rows of even and odd index are summed apart.
+template <int kVectors>
+void add_token(float* state, int rows, const float* read, const float* write, const Floats* value, float decay,
+               float* out) {
+  Floats found[2][kVectors];
+  for (int v = 0; v < kVectors; ++v) found[0][v] = found[1][v] = zeros();
+  const Floats kept = broadcast(decay);
+  for (int i = 0; i < rows; i += 2) {
+    for (int odd = 0; odd < 2; ++odd) {
+      float* row = state + (i + odd) * kVectors * kLanes;
+      const Floats written = broadcast(write[i + odd]), wanted = broadcast(read[i + odd]);
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats added = fma(written, value[v], kept * load(row + v * kLanes));
+        store(row + v * kLanes, added);
+        found[odd][v] = fma(wanted, added, found[odd][v]);
+      }
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, found[0][v] + found[1][v]);
+}
+
 }  // namespace
 
 RecurrentStage::RecurrentStage(const Spec& spec, const LayerSpec* layers, const Step& step, const StepBuffers& buffers)
@@ -82,7 +105,8 @@ void RecurrentStage::prepare() {
 void RecurrentStage::mix(Worker& worker, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const int num_seqs = (int)tokens_.size(), num_tokens = step_.plan.num_tokens;
-  if (!spec.has_delta_rule()) {
+  if (spec.is_state_space) return mix_states(worker, layer);
+  if (!spec.has_states()) {
     const int blocks = (spec.channels + kShortChannels - 1) / kShortChannels;
     worker.for_each(num_seqs * blocks, [&](int i) {
       const int first = i % blocks * kShortChannels;
@@ -99,6 +123,37 @@ void RecurrentStage::mix(Worker& worker, const Layer& layer) {
                   [&](int i) { learn(layer, i / columns, i % columns / blocks, i % columns % blocks); });
   worker.for_each(num_tokens * spec.value_heads,
                   [&](int i) { gate_head(layer, i / spec.value_heads, i % spec.value_heads); });
+}
+
+void RecurrentStage::mix_states(Worker& worker, const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  const int num_seqs = (int)tokens_.size(), num_tokens = step_.plan.num_tokens;
+  const int parts = (spec.channels + kConvolvedChannels - 1) / kConvolvedChannels;
+  worker.for_each(num_tokens + num_seqs * parts, [&](int i) {
+    if (i < num_tokens) return set_durations(layer, i);
+    const int first = (i - num_tokens) % parts * kConvolvedChannels;
+    convolve_channels(layer, (i - num_tokens) / parts, first, std::min(kConvolvedChannels, spec.channels - first));
+  });
+  const int blocks = (spec.value_dim + kStateColumns - 1) / kStateColumns, columns = spec.value_heads * blocks;
+  worker.for_each(num_seqs * columns, [&](int i) {
+    const int head = i % columns / blocks, block = i % columns % blocks;
+    if (spec.value_dim - block * kStateColumns >= kStateColumns) return scan<2>(layer, i / columns, head, block);
+    scan<1>(layer, i / columns, head, block);
+  });
+  worker.for_each(num_tokens * spec.key_heads,
+                  [&](int i) { gate_group(layer, i / spec.key_heads, i % spec.key_heads); });
+}
+
+// Computes how long a token lasts for each head, and what is left of the head's state.
+void RecurrentStage::set_durations(const Layer& layer, int token) const {
+  const int heads = layer.spec.value_heads;
+  const float* given = inputs_of(layer, token) + layer.spec.channels;
+  float* gates = buffers_.gates.row(token);
+  for (int head = 0; head < heads; ++head) {
+    const double duration = softplus((double)given[head] + layer.recurrent.decay_biases[head]);
+    gates[head] = (float)duration;
+    gates[heads + head] = (float)std::exp(duration * layer.recurrent.decay_rates[head]);
+  }
 }
 
 // Computes how far each value head learns from a token, and what is left of its state.
@@ -144,7 +199,7 @@ void RecurrentStage::convolve_channels(const Layer& layer, int seq, int first, i
     for (int tap = 0; tap < taps; ++tap) {
       const int at = token - (taps - 1) + tap, missing = tokens.begin - at;
       if (missing <= 0) {
-        inputs[tap] = buffers_.qkv.row(at);
+        inputs[tap] = inputs_of(layer, at);
       } else {
         inputs[tap] = before ? before + (size_t)(taps - 1 - missing) * channels : zeros_.data();
       }
@@ -172,7 +227,7 @@ void RecurrentStage::keep_inputs(const Layer& layer, int seq, int first, int cou
   const auto keep = [&](int token, float* state) {
     for (int i = 0; i < known; ++i) {
       const int at = token - (known - 1) + i, missing = tokens.begin - at;
-      const float* row = missing <= 0 ? buffers_.qkv.row(at)
+      const float* row = missing <= 0 ? inputs_of(layer, at)
                          : before     ? before + (size_t)(known - missing) * channels
                                       : zeros_.data();
       std::copy_n(row + first, count, state + (size_t)i * channels + first);
@@ -202,8 +257,7 @@ void RecurrentStage::learn(const Layer& layer, int seq, int head, int block) con
   } else if (before != state) {
     std::copy_n(before, size, state);
   }
-  const int key_head = head / (spec.value_heads / spec.key_heads),
-            column = head * spec.value_dim + block * kStateColumns;
+  const int key_head = spec.key_head_of(head), column = head * spec.value_dim + block * kStateColumns;
   int save = tokens.first_save;
   for (int token = tokens.begin; token < tokens.end; ++token) {
     const float *row = buffers_.mixed.row(token), *gates = buffers_.gates.row(token);
@@ -213,6 +267,55 @@ void RecurrentStage::learn(const Layer& layer, int seq, int head, int block) con
       std::copy_n(state, size, columns_of(plan.state_saves[2 * save++ + 1]));
     }
   }
+}
+
+// Continues some columns of a state space's matrix by all tokens of a sequence.
+template <int kVectors>
+void RecurrentStage::scan(const Layer& layer, int seq, int head, int block) const {
+  const LayerSpec& spec = layer.spec;
+  const Plan& plan = step_.plan;
+  const Tokens& tokens = tokens_[seq];
+  const int rows = spec.key_dim, size = rows * kVectors * kLanes, group = spec.key_head_of(head);
+  const size_t first = known_numbers(spec) + ((size_t)head * spec.value_dim + block * kStateColumns) * rows;
+  const auto columns_of = [&](int slot) {
+    float* state = state_of(layer, slot);
+    return state ? state + first : nullptr;
+  };
+  const float* before = columns_of(plan.state_reads[seq]);
+  float* state = columns_of(plan.state_writes[seq]);
+  if (!before) {
+    std::fill_n(state, size, 0.f);
+  } else if (before != state) {
+    std::copy_n(before, size, state);
+  }
+  const int column = head * spec.value_dim + block * kStateColumns, outputs = spec.mixed();
+  int save = tokens.first_save;
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    const float *row = buffers_.mixed.row(token), *gates = buffers_.gates.row(token);
+    const float *write = row + outputs + group * rows, *read = write + spec.key_heads * rows;
+    Floats value[kVectors];
+    for (int v = 0; v < kVectors; ++v) value[v] = load(row + column + v * kLanes) * broadcast(gates[head]);
+    add_token<kVectors>(state, rows, read, write, value, gates[spec.value_heads + head],
+                        buffers_.attended.row(token) + column);
+    if (save < tokens.end_save && plan.state_saves[2 * save] == token) {
+      std::copy_n(state, size, columns_of(plan.state_saves[2 * save++ + 1]));
+    }
+  }
+}
+
+// Adds their share of the values to what a group of heads has read for a token, gates it, and norms it.
+void RecurrentStage::gate_group(const Layer& layer, int token, int group) const {
+  const LayerSpec& spec = layer.spec;
+  const int heads = spec.value_heads / spec.key_heads, width = heads * spec.value_dim, first = group * width;
+  float* row = buffers_.attended.row(token);
+  const float *values = buffers_.mixed.row(token), *gates = buffers_.qkv.row(token);
+  for (int c = first; c < first + width; c += kLanes) {
+    const Floats skip = broadcast(layer.recurrent.skips[c / spec.value_dim]);
+    store(row + c, fma(skip, load(values + c), load(row + c)) * silu(load(gates + c)));
+  }
+  rms_norm(row + first, layer.recurrent.norm.data() + first, width, width, spec.head_norm_eps, row + first);
+  // A wider layer may have left numbers behind the last channel.
+  if (first + width == spec.mixed()) std::fill(row + spec.mixed(), row + round_up(spec.mixed(), kPanel), 0.f);
 }
 
 // Norms what a value head has found for a token, and gates it.

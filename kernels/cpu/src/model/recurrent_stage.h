@@ -1,4 +1,4 @@
-// Recurrent mixers: the gated delta rule and the short convolution, and the states of all slots.
+// Recurrent mixers: the gated delta rule, the state space of Mamba-2 and the short convolution, and the states of all slots.
 //
 // A sequence's tokens are computed one after another, in one call for all of the step. A state after some tokens has
 // therefore the same bits, however these tokens were divided among steps. Threads share sequences, heads and columns.
@@ -41,6 +41,16 @@ class RecurrentStage {
   // Numbers of a state before the matrices.
   static size_t known_numbers(const LayerSpec& spec) { return (size_t)(spec.taps - 1) * spec.channels; }
 
+  // What is convolved of a token.
+  float* inputs_of(const Layer& layer, int token) const {
+    return buffers_.qkv.row(token) + layer.spec.first_channel();
+  }
+
+  void mix_states(Worker& worker, const Layer& layer);
+  void set_durations(const Layer& layer, int token) const;
+  template <int kVectors>
+  void scan(const Layer& layer, int seq, int head, int block) const;
+  void gate_group(const Layer& layer, int token, int group) const;
   void set_gates(const Layer& layer, int token) const;
   void convolve_head(const Layer& layer, int seq, int head) const;
   void convolve_channels(const Layer& layer, int seq, int first, int count) const;

@@ -45,8 +45,8 @@ struct StepBuffers {
   RowBuffer qkv;       // by token: queries, keys, values, or a recurrent mixer's inputs. A rank has those of its heads.
   RowBuffer joint;     // by token: the same of all ranks. Only for norms over the heads of all ranks.
   RowBuffer attended;  // by token: the output of the attention, or of a recurrent mixer
-  RowBuffer mixed;     // by token: what a delta rule's convolution returns
-  RowBuffer gates;     // by token: how far each value head of a delta rule learns, then what is left of its state
+  RowBuffer mixed;     // by token: what the convolution before states returns
+  RowBuffer gates;     // by token: how far each value head learns, then what is left of its state
   RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
   RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
 
@@ -58,7 +58,7 @@ struct StepBuffers {
         attended(largest_of_layers(
             spec, layers, [](const LayerSpec& layer) { return layer.recurs() ? layer.mixed() : layer.queries(); })),
         mixed(largest_of_layers(spec, layers,
-                                [](const LayerSpec& layer) { return layer.has_delta_rule() ? layer.channels : 0; })),
+                                [](const LayerSpec& layer) { return layer.has_states() ? layer.channels : 0; })),
         gates(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return 2 * layer.value_heads; })),
         gated(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.intermediate; })),
         outputs(spec.hidden),

@@ -72,6 +72,12 @@ PENSTOCK_INLINE Floats gated_by(Floats x, Floats y) {
 
 PENSTOCK_INLINE Floats silu(Floats x) { return gated_by(x, x); }
 
+// The square of what of x is above 0; NaN stays NaN.
+PENSTOCK_INLINE Floats squared_relu(Floats x) {
+  const Floats above = max(zeros(), x);
+  return above * above;
+}
+
 // cap * tanh(x / cap), with an absolute error within 1e-6 cap.
 PENSTOCK_INLINE Floats capped(Floats x, float cap) {
   const Floats share = gated_by(broadcast(1.f), x * broadcast(2.f / cap));

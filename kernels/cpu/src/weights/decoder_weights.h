@@ -45,8 +45,9 @@ struct RecurrentWeights {
   Buffer<float> convolution;  // [taps][channels], the weights of the oldest token first
   Buffer<float> bias;         // [channels], or empty
   Buffer<float> gates;        // [2 * value_heads][hidden, padded to whole panels]: of learning, then of the decay
-  Buffer<float> decay_rates, decay_biases;  // [value_heads]
-  Buffer<float> norm;                       // [value_dim]
+  Buffer<float> decay_rates, decay_biases;  // [value_heads]; of a state space these biases are those of durations
+  Buffer<float> skips;                      // [value_heads] of a state space: the share of values that is added
+  Buffer<float> norm;                       // [value_dim]; of a state space [value_heads * value_dim]
 };
 
 struct Layer {

@@ -6,7 +6,7 @@
 
 namespace penstock {
 
-enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3 };
 
 struct Spec {
   int32_t num_layers, hidden, vocab, max_position;
@@ -49,9 +49,12 @@ struct LayerSpec {
   int32_t has_output_gate;
   // Of a recurrent mixer: the tokens that its convolution reads, and its channels; 0 taps: the layer has none.
   int32_t taps, channels;
-  // Of a delta rule; 0 value heads: the mixer is a short convolution.
+  // Of a delta rule, and of a state space: there groups of heads are its key heads, and the size of a state is key_dim.
+  // 0 value heads: the mixer is a short convolution.
   int32_t key_heads, value_heads, key_dim, value_dim;
   float head_norm_eps;
+  int32_t is_state_space;
+  int32_t tiles_values;  // whether value head h belongs to key head h % key_heads, instead of h / (value heads of each)
   // Of experts: the last ones, which every token has; whether a share is the sigmoid of a score; a factor of the shares.
   int32_t shared_experts, shares_by_sigmoid;
   float expert_scale;
@@ -62,7 +65,8 @@ struct LayerSpec {
   bool attends() const { return num_heads > 0; }
   bool recurs() const { return taps > 0; }
   bool mixes() const { return attends() || recurs(); }
-  bool has_delta_rule() const { return value_heads > 0; }
+  bool has_states() const { return value_heads > 0; }  // of value heads, behind the convolution
+  int key_head_of(int head) const { return tiles_values ? head % key_heads : head / (value_heads / key_heads); }
   bool has_mlp() const { return intermediate > 0; }
   int queries() const { return num_heads * head_dim; }
   int keys() const { return num_kv_heads * head_dim; }
@@ -70,10 +74,13 @@ struct LayerSpec {
   int query_stride() const { return has_output_gate ? 2 * head_dim : head_dim; }
   int query_rows() const { return num_heads * query_stride(); }
   // Outputs of a recurrent mixer.
-  int mixed() const { return has_delta_rule() ? value_heads * value_dim : channels; }
+  int mixed() const { return has_states() ? value_heads * value_dim : channels; }
+  // Where a recurrent mixer's inputs have what is convolved: a state space has its gates before that.
+  int first_channel() const { return is_state_space ? mixed() : 0; }
   // Rows of the layer's first matrix.
   int projected() const {
-    if (recurs()) return has_delta_rule() ? channels + mixed() : 3 * channels;
+    if (is_state_space) return mixed() + channels + value_heads;
+    if (recurs()) return has_states() ? channels + mixed() : 3 * channels;
     return query_rows() + 2 * keys();
   }
   // Numbers of a state: the last inputs of the convolution, then a matrix [key_dim, value_dim] of each value head.

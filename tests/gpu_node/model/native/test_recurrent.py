@@ -27,10 +27,10 @@ LoadNative = Callable[..., NativeRunner]
 NUM_SLOTS, NUM_BLOCKS = 12, 160
 TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 131)]
 OTHER_IDS = TOKEN_IDS[::-1]
-STATE_SPACES = ("granite hybrid", "granite hybrid moe")
-NATIVE = tuple(name for name in RECURRENT_FAMILIES if name not in STATE_SPACES)
+
+NATIVE = tuple(RECURRENT_FAMILIES)
 QUANTIZED = {"int8": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
-PRECISE = ("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "gate.weight")
+PRECISE = ("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight", "gate.weight")
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -170,15 +170,20 @@ def test_weights_of_the_cache_and_rows_of_the_file_give_the_same_bits(
     np.testing.assert_array_equal(logits[2], logits[0])
 
 
-@pytest.mark.parametrize("name", STATE_SPACES)
-def test_state_spaces_are_refused_by_name(family: Family, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3.5", {"linear_key_head_dim": 24}),
+        ("qwen3.5", {"linear_value_head_dim": 48}),
+        ("nemotron h", {"mamba_head_dim": 24}),
+        ("nemotron h", {"ssm_state_size": 24}),
+    ],
+    ids=str,
+)
+def test_heads_that_do_not_fill_vectors_are_refused_by_their_sizes(
+    family: Family, name: str, sizes: dict[str, int]
+) -> None:
     options = runner_options(runner="native", dtype="bfloat16", num_kv_blocks=64, state_slots=2)
-    with pytest.raises(ConfigError, match=r"runner native: the kernels have no state-space layers \(Mamba-2\)"):
-        load_model(str(family(name)), options, lambda stage, done: None)
-
-
-@pytest.mark.parametrize("sizes", [{"linear_key_head_dim": 24}, {"linear_value_head_dim": 48}], ids=str)
-def test_heads_that_do_not_fill_vectors_are_refused_by_their_sizes(family: Family, sizes: dict[str, int]) -> None:
-    options = runner_options(runner="native", dtype="bfloat16", num_kv_blocks=64, state_slots=2)
-    with pytest.raises(ConfigError, match=r"recurrent heads with keys of \d+ and values of \d+ channels: multiples of"):
-        load_model(str(family("qwen3.5", **sizes)), options, lambda stage, done: None)
+    refused = r"heads (with keys of \d+ and values of \d+ channels|of \d+ channels with states of \d+): multiples of"
+    with pytest.raises(ConfigError, match=refused):
+        load_model(str(family(name, **sizes)), options, lambda stage, done: None)

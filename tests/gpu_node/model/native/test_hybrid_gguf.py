@@ -1,0 +1,144 @@
+"""GGUF files of models with recurrent layers: the logits of the folder, in all forms of value heads and formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.runners.runner_options import runner_options
+from fakes.transformers_logits import error_of
+from fixtures.gguf_file import write_gguf
+from fixtures.plans import Track, logits_alone, logits_of_step
+from fixtures.random_adapters import make_adapter
+from fixtures.random_families import make_family_model
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint.source import open_model
+from penstock.gpu_node.model.loading.load import load_model
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen35", {"head_dim": 64}),
+    "qwen3.5 moe": ("qwen35moe", {}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm2 moe": ("lfm2moe", {}),
+    "nemotron h moe": ("nemotron_h_moe", {}),
+}
+"""By family: the architecture that its GGUF files name, and settings of the folder."""
+TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 81)]
+QUANTIZED = {"q8_0": "int8_group", "q4_k": "q4_k"}
+"""Formats of a file, and what the native kernels keep each in."""
+MAX_ERROR = 0.06
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """A family's folder, and a GGUF file of it."""
+
+    @cache
+    def make(name: str, kind: str = "bf16") -> tuple[Path, Path]:
+        architecture, changes = ARCHITECTURES[name]
+        # Formats have blocks of 256.
+        sizes = {} if kind == "bf16" else {"hidden_size": 256, "intermediate_size": 256}
+        folder = make_family_model(tmp_path_factory.mktemp("folder"), name, "bfloat16", **changes | sizes)
+        return folder, write_gguf(folder, tmp_path_factory.mktemp("gguf") / "m.gguf", architecture, kind)
+
+    return make
+
+
+def _runner(model: Path, runner: str = "torch", **options: Any) -> Any:
+    dtype = "bfloat16" if runner == "native" else "float32"
+    chosen = {"runner": runner, "dtype": dtype, "num_kv_blocks": 32, "state_slots": 4, "max_num_seqs": 2} | options
+    return load_model(str(model), runner_options(**chosen), lambda stage, done: None)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_file_has_the_logits_of_its_folder(made: Callable[..., tuple[Path, Path]], name: str) -> None:
+    folder, gguf = made(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+    assert error_of(logits_alone(_runner(gguf).runner, TOKEN_IDS), want) < 2e-4
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+def test_the_kernels_keep_a_files_formats(made: Callable[..., tuple[Path, Path]], name: str, kind: str) -> None:
+    _, gguf = made(name, kind)
+    want = logits_alone(_runner(gguf).runner, TOKEN_IDS)
+    native = _runner(gguf, "native", num_threads=1)
+    assert QUANTIZED[kind] in native.arithmetic.split("-")[2].split("+")
+    got = logits_alone(native.runner, TOKEN_IDS)
+    parts = Track(TOKEN_IDS, range(1, 8), state=2)
+    steps = [logits_of_step(native.runner, [(parts, count)])[0] for count in (33, 1, 46)]
+    native.runner.close()
+    assert error_of(got, want) < MAX_ERROR
+    np.testing.assert_array_equal(np.concatenate(steps), got)
+
+
+def test_an_adapter_fits_a_file_whose_value_heads_are_tiled(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Its rows and columns are in the folder's order."""
+    folder, gguf = made("qwen3.5")
+    base, parts = AutoModelForCausalLM.from_pretrained(folder), ("qkv", "in_proj_z", "out_proj", "k_proj", "down_proj")
+    adapter = make_adapter(tmp_path / "adapter", base, rank=4, seed=1, only=parts)
+    adapted = []
+    for model in (folder, gguf):
+        loaded = _runner(model, lora={"adapter": adapter}, max_loras=1)
+        plain = logits_alone(loaded.runner, TOKEN_IDS)
+        loaded.runner.set_adapter(0, loaded.adapters.find(AdapterRef(name="adapter")))
+        track = Track(TOKEN_IDS, range(1, 8), state=0, adapter=0)
+        adapted += logits_of_step(loaded.runner, [(track, len(TOKEN_IDS))])
+        assert error_of(adapted[-1], plain) > 0.01
+    assert error_of(adapted[1], adapted[0]) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "named"),
+    [
+        ("ssm.inner_size", {}, r"qwen35\.ssm\.inner_size of the metadata is None but must be a number"),
+        (
+            "attention.recurrent_layers",
+            {"attention.recurrent_layers": [1]},
+            "has 1 values but must have .* of 4 layers",
+        ),
+        ("", {"nextn_predict_layers": 4}, r"qwen35\.block_count of the metadata leaves 0 layers"),
+        ("ssm.state_size", {"ssm.state_size": 0}, r"qwen35\.ssm\.state_size is 0 but must be"),
+    ],
+    ids=str,
+)
+def test_wrong_metadata_is_refused_by_its_key(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path, removed: str, added: dict[str, Any], named: str
+) -> None:
+    wrong = tmp_path / "wrong.gguf"
+    _rewrite(made("qwen3.5")[1], wrong, f"qwen35.{removed}", {f"qwen35.{key}": value for key, value in added.items()})
+    with pytest.raises(ConfigError, match=named):
+        open_model(str(wrong), lambda stage, done: None)
+
+
+def _rewrite(source: Path, target: Path, removed: str, added: dict[str, Any]) -> None:
+    """Write the metadata of a file again, with other settings, and its first tensor."""
+    reader, writer = GGUFReader(source), GGUFWriter(target, "qwen35")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", removed, *added):
+            is_list = field.types[0] == GGUFValueType.ARRAY
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1] if is_list else None)
+    for name, value in added.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            writer.add_uint32(name, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
