@@ -2,6 +2,7 @@
 
 A process of its own: the interpreter and the compiler exclude each other. `compile_all.py 90` prints one line a kernel.
 With `--binaries`, the line also says what the machine code takes and uses. `--dependent`: as dependent launches.
+`--known`: without compiling what known_programs.py has. `--record`: it then has the programs of this run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
+from tests.kernels.triton.known_programs import KnownPrograms
 
 
 class NoCard(DriverBase):
@@ -193,18 +195,6 @@ def binary_facts(cubin: bytes) -> dict[str, Any]:
     return {"registers": int(usage[1]), "stack_bytes": int(usage[2]), "operations": wanted, "code_waits": waits}
 
 
-def waits_first(ptx: str) -> bool | None:
-    """Whether a program waits for the kernel ahead, and signals, before it touches global memory or branches.
-
-    None: it never waits or signals.
-    """
-    if "griddepcontrol" not in ptx:
-        return None
-    wait, signal = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
-    other = re.search(r"\b(?:ld|st|atom|red|cp)\.[\w.:]*global|\bbra\b|\bret\b", ptx)
-    return other is not None and 0 <= wait < signal < other.start()
-
-
 def _comes_first(operation: str, code: str) -> bool:
     """Whether machine code has an operation before all accesses of global memory, branches and ends."""
     other = re.search(r"\b(?:LDG|STG|LDGSTS|ATOMG|ATOM|RED|REDG|UBLKCP|UTMALDG|BRA|EXIT)\b", code)
@@ -218,31 +208,28 @@ OPERATIONS = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "LDL", "STL", "F2F")
 class Recorder:
     """Stands in for a launch: compiles, and prints what came of it."""
 
-    def __init__(self, *, reads_binaries: bool) -> None:
+    def __init__(self, *, reads_binaries: bool, known: KnownPrograms) -> None:
         self.stage = "doors"
         self.reads_binaries = reads_binaries
+        self._known = known
         self._run = JITFunction.run
 
     def record(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = self._run(function, *args, grid=grid, warmup=True, **options)
         capability = triton.runtime.driver.active.get_current_device()
+        function.device_caches[capability]  # Triton makes the entry at the first use, and then sets the compiler anew.
+        function.compile = self._known.compile
+        kernel = self._run(function, *args, grid=grid, warmup=True, **options)
         facts = {
             "stage": self.stage,
             "module": Path(function.fn.__code__.co_filename).stem,
             "kernel": function.fn.__name__,
             "sm": capability,
-            "is_ptx": f".target sm_{capability}" in kernel.asm["ptx"],
-            "is_dependent": kernel.metadata.launch_pdl,
-            "waits_first": waits_first(kernel.asm["ptx"]),
-            "shared": kernel.metadata.shared,
-            "warps": kernel.metadata.num_warps,
+            **self._known.facts_of(kernel),
             "constants": {
                 name: value for name, value in options.items() if name.isupper() and type(value) in (int, bool)
             },
             "dtype": str(args[0].dtype),
             **(binary_facts(kernel.asm["cubin"]) if self.reads_binaries else {}),
-            "additions": kernel.asm["ptx"].count("add.f32"),
-            "hash": kernel.hash,
         }
         print(json.dumps(facts), flush=True)
         return kernel
@@ -256,13 +243,14 @@ def compile_dependents() -> None:
 
 
 def main() -> None:
-    recorder = Recorder(reads_binaries="--binaries" in sys.argv)
+    capability = int(sys.argv[1])
+    known = KnownPrograms(capability, reads="--known" in sys.argv)
+    recorder = Recorder(reads_binaries="--binaries" in sys.argv, known=known)
 
     def run(function: Any, *args: Any, **options: Any) -> Any:
         return recorder.record(function, *args, **options)
 
     JITFunction.run = run
-    capability = int(sys.argv[1])
     triton.runtime.driver.set_active(NoCard(capability))
     launches.architecture = lambda device: capability
     with dependent_launches(enabled="--dependent" in sys.argv):
@@ -274,6 +262,8 @@ def main() -> None:
     recorder.stage = "dependents"
     with dependent_launches():
         compile_dependents()
+    if "--record" in sys.argv:
+        known.record()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.cover import FULL
 
 from penstock.kernels.triton.launches import shared_memory_kib
 from tests.kernels.triton.launch_sites import launched_kernels
@@ -22,8 +23,8 @@ LOADS_WEIGHTS_FIRST = {"_multiply_row", "_multiply_row_int4"}
 
 @pytest.fixture(scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90])
 def compiled(request: pytest.FixtureRequest) -> Facts:
-    """The output of `compile_all.py` for each kernel, in the cache that a GPU would use too."""
-    return _compiled(request.param)
+    """The output of `compile_all.py` for each kernel. It compiles what has changed since the file of known programs."""
+    return _compiled(request.param, *(() if FULL else ("--known",)))
 
 
 @pytest.fixture(scope="module", params=[(80,), (89,), (90,), (90, "--dependent")], ids=str)
@@ -32,8 +33,9 @@ def binaries(request: pytest.FixtureRequest) -> Facts:
     return _compiled(*request.param, "--binaries")
 
 
-def _compiled(capability: int, *options: str) -> Facts:
+def _compiled(capability: int, *options: str, **variables: str) -> Facts:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])]), **variables}
     command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), str(capability), *options]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -46,6 +48,13 @@ def test_every_kernel_becomes_ptx(compiled: Facts) -> None:
     assert {facts["kernel"] for facts in compiled} == launched_kernels()
     assert all(facts["is_ptx"] for facts in compiled)
     assert all(facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]) for facts in compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_file_of_known_programs_says_what_the_compiler_says(tmp_path: Path) -> None:
+    anew = {facts["hash"]: facts for facts in _compiled(90, TRITON_CACHE_DIR=str(tmp_path))}
+    assert {facts["hash"]: facts for facts in _compiled(90, "--known")} == anew
 
 
 @pytest.mark.timeout(600)

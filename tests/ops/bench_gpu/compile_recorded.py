@@ -18,7 +18,8 @@ from bench_gpu.without_gpu.recorder import A100, H100, TritonLaunch
 from bench_gpu.without_gpu.setups import COMPILED, COUNTED
 from triton.runtime.jit import JITFunction, MockTensor
 
-from tests.kernels.triton.compile_all import NoCard, binary_facts, waits_first
+from tests.kernels.triton.compile_all import NoCard, binary_facts
+from tests.kernels.triton.known_programs import waits_first
 
 
 def _recorded(capability: int) -> list[TritonLaunch]:
