@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
 from penstock.gpu_node.model.checkpoint.tensors import StoredRecurrence, StoredScan
 
 Floats = NDArray[np.float32]

@@ -42,9 +42,7 @@ class RecurrentStage {
   static size_t known_numbers(const LayerSpec& spec) { return (size_t)(spec.taps - 1) * spec.channels; }
 
   // What is convolved of a token.
-  float* inputs_of(const Layer& layer, int token) const {
-    return buffers_.qkv.row(token) + layer.spec.first_channel();
-  }
+  float* inputs_of(const Layer& layer, int token) const { return buffers_.qkv.row(token) + layer.spec.first_channel(); }
 
   void mix_states(Worker& worker, const Layer& layer);
   void set_durations(const Layer& layer, int token) const;
