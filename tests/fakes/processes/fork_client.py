@@ -29,16 +29,19 @@ def command_of(address: str, *words: str) -> tuple[str, ...]:
 
 def main(address: str, *words: str) -> None:
     """Ask the server for a fork, and wait for its end."""
+    inherited = _inherited()
     ended, status = os.pipe()
     # A signal that arrives after the part has begun, but before this process knows its id, waits.
     passed_on = signal.SIGTERM, signal.SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     imports = OF_NODES if words[:3] == ("-m", "penstock", "node") else ()
     request = {"command": words, "env": dict(os.environ), "cwd": os.getcwd(), "imports": imports}
+    request |= {"descriptors": inherited}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
-        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, status])
-        os.close(status)
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, status, *inherited])
+        for number in (status, *inherited):
+            os.close(number)
         part = int(server.recv(64))
 
         def pass_on(number: int, _frame: object) -> None:
@@ -54,6 +57,12 @@ def main(address: str, *words: str) -> None:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
     sys.exit(code)
+
+
+def _inherited() -> list[int]:
+    """Return the descriptors that this process was given beside its streams."""
+    open_now = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [number for number in open_now if number > 2 and os.path.exists(f"/proc/self/fd/{number}")]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import socket
 import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,11 @@ from typing import Any, NoReturn
 
 MAX_REQUEST_BYTES = 1 << 20
 STREAMS = 3
-"""Stdin, stdout and stderr come with a request, and behind them the pipe that gets the exit status."""
+"""Stdin, stdout and stderr come with a request, and behind them the pipe that gets the exit status, and what a program
+was given besides."""
+MAX_INHERITED = 16
+FIRST_ASIDE = 256
+"""Descriptors are kept above this number while others get theirs."""
 PRELOADED = (
     *("penstock.cli.main", "penstock.cli.services", "penstock.cli.serve", "penstock.gateway.app"),
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
@@ -74,12 +78,12 @@ class Server:
 
     def _answer(self, client: socket.socket) -> Request | None:
         """Fork for a client's request, which is returned in the child."""
-        message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, STREAMS + 1)
+        message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, STREAMS + 1 + MAX_INHERITED)
         if not message:
             self._end_children_of(client)
             return None
         request: Request = json.loads(message)
-        *streams, status = fds
+        streams, status, inherited = fds[:STREAMS], fds[STREAMS], fds[STREAMS + 1 :]
         if not sys.modules.keys() >= set(request["imports"]):
             for name in request["imports"]:
                 import_module(name)
@@ -89,11 +93,12 @@ class Server:
             os.close(status)
             self._close()
             _take_streams(streams)
+            _take_inherited(inherited, request.get("descriptors", ()))
             return request
         if request.get("new_group"):
             # Before the client knows the id, to which it may send a signal at once.
             os.setpgid(pid, pid)
-        for stream in streams:
+        for stream in (*streams, *inherited):
             os.close(stream)
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid, status, client
@@ -140,6 +145,16 @@ def _take_streams(streams: list[int]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  open as long as the process
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _take_inherited(descriptors: list[int], numbers: Sequence[int]) -> None:
+    """Give descriptors the numbers that they have in the process which asks for the fork."""
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_ASIDE) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(aside, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def import_services() -> None:
