@@ -74,6 +74,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             *("max_wait_ms_interactive", "max_wait_ms_standard", "max_wait_ms_batch"),
             "tenant_memory_percent",
             "max_losses",
+            *("max_attempts", "retry_backoff_ms"),
             "progress_chunks",
             "avoid_ms",
         ),

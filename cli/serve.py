@@ -8,21 +8,20 @@ import json
 import logging
 import os
 import shlex
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, Self
+from typing import Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 import typer
 
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
 from penstock.cli.keeper import ConnectionKeeper, keep_gateway, on_hangup, start_gateway
+from penstock.cli.loading_progress import LoadingProgress
 from penstock.cli.option_words import show_all
 from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
 from penstock.cli.output import write_line
@@ -57,94 +56,10 @@ from penstock.runtime.embedded_redis import (
     default_data_folder,
     find_or_start_redis,
 )
-from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.local_redis import RunningRedis, leads_to, note_files, note_gateway
-from penstock.runtime.logging import LOADING_STAGES, LogSettings, ProgressLog, configure_logging
+from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import RedisSettings, without_password
 from penstock.runtime.trusted_folders import UntrustedError, trusted_folder
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-
-# --- progress of a loading model: a bar on a terminal, log lines elsewhere
-
-_ALMOST = 0.999
-"""Shown instead of 1. After 1, rich counts the bar as finished and stops its clock, but another stage may follow."""
-
-
-class _Shown(Protocol):
-    def update(self, stage: str, fraction: float) -> None: ...
-
-
-class LoadingProgress:
-    """Shows a node's progress events on stderr while the model loads."""
-
-    def __init__(self, log: logging.Logger, model: str) -> None:
-        self._log = log
-        self._model = model
-        self._shown: _Shown | None = None
-
-    def update(self, event: Event) -> None:
-        """Show one progress event: the name of its `stage`, and the `fraction` of the stage that is done (0 to 1)."""
-        fraction, stage = event.get("fraction"), event.get("stage")
-        if self._shown is not None and isinstance(fraction, int | float) and isinstance(stage, str):
-            self._shown.update(stage, min(1.0, float(fraction)))
-
-    @asynccontextmanager
-    async def shown(self) -> AsyncIterator[None]:
-        """Show the progress until the end of the block."""
-        if sys.stderr.isatty():
-            with LoadingBar(self._model) as bar:
-                self._shown = bar
-                yield
-            return
-        lines = ProgressLog(self._log, self._model)
-        self._shown = lines
-        task = asyncio.create_task(lines.run())
-        try:
-            yield
-        finally:
-            await cancel_until_done([task])
-
-
-class LoadingBar:
-    """A progress bar on stderr."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._progress: Progress | None = None
-
-    def update(self, stage: str, fraction: float) -> None:
-        """Show a stage and the fraction of it that is done."""
-        if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=LOADING_STAGES.get(stage, stage)
-            )
-
-    def __enter__(self) -> Self:
-        # Imported late, so that the processes already start while rich is imported.
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        from penstock.cli.console import Console
-
-        self._progress = Progress(
-            TextColumn("Loading {task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[stage]}", markup=False),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._progress.add_task(self._model, total=1.0, stage="starting")
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
 
 # --- Redis as a part that is restarted
 

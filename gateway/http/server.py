@@ -14,7 +14,7 @@ import uvicorn
 
 from penstock.gateway.http.middleware.drain import cut_off_after
 from penstock.gateway.http.protocol import BoundedHead
-from penstock.gateway.http.takeover import Takeover
+from penstock.gateway.http.takeover import AnswerTakeover
 from penstock.gateway.kept.connection import Keep
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import PROGRESS_VARIABLE
@@ -66,7 +66,7 @@ class GatewayServer(uvicorn.Server):
         self._background.add(asyncio.create_task(self._manager.feed(), name="penstock watchdog"))
         if (keep := self._keep) is not None:
             keep.on_leave = self._start_to_leave
-            takeover = Takeover(keep, self._new_protocol, self.config.loaded_app, self._metrics)
+            takeover = AnswerTakeover(keep, self._new_protocol, self.config.loaded_app, self._metrics)
             self._background.add(asyncio.create_task(takeover.run(), name="penstock takeover"))
 
     def _new_protocol(self) -> BoundedHead:

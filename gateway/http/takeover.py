@@ -19,7 +19,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.kept.answer import keep_of, scope_of, unpacked
 from penstock.gateway.kept.connection import Keep
-from penstock.gateway.kept.slots import ANSWERING, CLOSES, FAILED, FINAL, IDLE, Left, Slot
+from penstock.gateway.kept.slots import ANSWERING, CLOSES, FAILED, FINAL, IDLE, AnswerSlot, Left
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.runtime.kept_sockets import counts_of
 
@@ -33,7 +33,7 @@ MAX_ADOPTED_AT_ONCE = 64
 _END_OF_CHUNKS = b"0\r\n\r\n"
 
 
-class Takeover:
+class AnswerTakeover:
     """Takes over the connections that a predecessor left, once."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Takeover:
         if found:
             logger.info("took over the connections of an earlier gateway", extra={"num_connections": len(found)})
 
-    async def _adopt(self, slot: Slot, descriptor: int) -> None:
+    async def _adopt(self, slot: AnswerSlot, descriptor: int) -> None:
         """Go on with one connection, or close it."""
         try:
             left = slot.left()
@@ -87,14 +87,14 @@ class Takeover:
             self._keep.num_kept += 1
             self._keep.drop(slot)
 
-    def _close(self, slot: Slot, descriptor: int, reason: str) -> None:
+    def _close(self, slot: AnswerSlot, descriptor: int, reason: str) -> None:
         logger.info("a connection of an earlier gateway was closed", extra={"reason": reason})
         self._metrics.takeovers.labels("closed").inc()
         os.close(descriptor)
         self._keep.num_kept += 1
         self._keep.drop(slot)
 
-    def _go_idle(self, slot: Slot, num_read: int, protocol: BoundedHead) -> None:
+    def _go_idle(self, slot: AnswerSlot, num_read: int, protocol: BoundedHead) -> None:
         """Wait for the next request of a connection without an open answer."""
         if protocol.kept is not None:
             slot.continue_from(slot.left())
@@ -103,7 +103,7 @@ class Takeover:
 
     def _go_on(
         self,
-        slot: Slot,
+        slot: AnswerSlot,
         left: Left,
         num_read: int,
         rest: bytes,
@@ -133,7 +133,7 @@ class Takeover:
         keep.take_over(slot, left, record, self._note_pause)
         self._metrics.takeovers.labels("continued").inc()
 
-    async def _answer(self, slot: Slot, left: Left, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, slot: AnswerSlot, left: Left, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the rest of an answer. One whose takeover has killed a gateway begins alone."""
         keep = keep_of(scope)
         if keep is None:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.gateway.kept.connection import KeptConnection
-from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, WITHIN, Left, Slot
+from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, WITHIN, AnswerSlot, Left
 from penstock.runtime import crash_points
 
 _KEPT = "penstock.kept"
@@ -48,7 +48,7 @@ class KeptTransport:
 
     __slots__ = ("_answer", "_num_waiting", "_put", "_transport", "_write")
 
-    def __init__(self, transport: Any, slot: Slot, answer: AnswerKeep) -> None:
+    def __init__(self, transport: Any, slot: AnswerSlot, answer: AnswerKeep) -> None:
         self._transport = transport
         self._write = transport.write
         self._num_waiting = transport.get_write_buffer_size
@@ -77,7 +77,7 @@ class AnswerKeep:
         self._connection = connection
         self._cycle = cycle
         self._send = cycle.send
-        self._slot: Slot | None = None
+        self._slot: AnswerSlot | None = None
         self.count: Callable[[int, bytes], None] = _count_nothing
         """Counts events of a job that are written next. Only while not `is_behind`."""
         self._behind: list[int] = []
@@ -94,7 +94,9 @@ class AnswerKeep:
         """Whether earlier gateways died while they took the answer over, so that this one must not try it."""
         self._on_first_bytes: Callable[[], None] = _nothing
 
-    def take_over(self, slot: Slot, left: Left, record: Mapping[str, Any], on_first_bytes: Callable[[], None]) -> None:
+    def take_over(
+        self, slot: AnswerSlot, left: Left, record: Mapping[str, Any], on_first_bytes: Callable[[], None]
+    ) -> None:
         """Go on with the answer of an earlier gateway. `on_first_bytes` is called with its first new bytes."""
         self._slot, self.record, self._on_first_bytes = slot, record, on_first_bytes
         self.count = slot.count
@@ -212,7 +214,7 @@ class AnswerKeep:
         if self._on_first_bytes is not _nothing:
             self.survive()
 
-    def _swallow(self, message: Message, slot: Slot) -> None:
+    def _swallow(self, message: Message, slot: AnswerSlot) -> None:
         """Learn from the head how the body is framed, as the server does when it sends the head."""
         cycle = self._cycle
         self._swallows_head = False

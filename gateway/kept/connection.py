@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from penstock.gateway.kept.slots import MAX_RECORD_BYTES, Slot, Slots
+from penstock.gateway.kept.slots import MAX_RECORD_BYTES, AnswerSlot, Slots
 from penstock.runtime.kept_sockets import (
     DROP,
     KEEP,
@@ -72,7 +72,7 @@ class Keep:
             self._lose_keeper()
             return found, 0
 
-    def hold(self, connection: int) -> Slot | str:
+    def hold(self, connection: int) -> AnswerSlot | str:
         """Let the keeper hold a duplicate of a connection, and return its slot, or the reason why it does not."""
         control = self._control
         if control is None:
@@ -88,7 +88,7 @@ class Keep:
         self.num_kept += 1
         return slot
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: AnswerSlot) -> None:
         """Let the keeper drop its duplicate of a connection."""
         slot.clear()
         self.num_kept -= 1
@@ -147,7 +147,7 @@ class KeptConnection:
     def __init__(self, keep: Keep, transport: Any) -> None:
         self._keep = keep
         self.transport = transport
-        self._slot: Slot | None = None
+        self._slot: AnswerSlot | None = None
         self._num_read = 0
         self._is_ahead = False
 
@@ -155,7 +155,7 @@ class KeptConnection:
     def _descriptor(self) -> int:
         return int(self.transport.get_extra_info("socket").fileno())
 
-    def take_over(self, slot: Slot, num_read: int, *, is_ahead: bool) -> None:
+    def take_over(self, slot: AnswerSlot, num_read: int, *, is_ahead: bool) -> None:
         """Go on with a connection that the keeper holds."""
         self._slot, self._num_read, self._is_ahead = slot, num_read, is_ahead
         self._keep.num_kept += 1
@@ -170,14 +170,14 @@ class KeptConnection:
         if self._slot is not None:
             self._slot.note_ahead()
 
-    def begin(self, record: bytes, num_counters: int) -> Slot | None:
+    def begin(self, record: bytes, num_counters: int) -> AnswerSlot | None:
         """Note the record of an answer, and return its slot, or None if it cannot be kept."""
-        reason: str | Slot = "large_record"
+        reason: str | AnswerSlot = "large_record"
         if len(record) <= MAX_RECORD_BYTES:
             num_waiting = self.transport.get_write_buffer_size()
             counts = counts_of(self._descriptor)
             reason = self._slot or ("no_counts" if counts is None else self._keep.hold(self._descriptor))
-            if isinstance(reason, Slot) and counts is not None:
+            if isinstance(reason, AnswerSlot) and counts is not None:
                 self._slot = slot = reason
                 slot.begin(
                     record,
@@ -192,7 +192,7 @@ class KeptConnection:
         self.leave()
         return None
 
-    def give_up(self, slot: Slot, reason: str) -> None:
+    def give_up(self, slot: AnswerSlot, reason: str) -> None:
         """Note that an answer cannot be kept any more."""
         self._keep.note_unkept(reason)
         slot.lose()

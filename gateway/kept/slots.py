@@ -74,7 +74,7 @@ class Left:
     """For each job, the number of event bytes so far, and their checksum."""
 
 
-class Slot:
+class AnswerSlot:
     """One slot, as the gateway that has its connection writes it."""
 
     __slots__ = (
@@ -274,15 +274,15 @@ class Slots:
         self._memory = mmap.mmap(descriptor, count * SLOT_BYTES)
         self._free = list(range(count - 1, -1, -1))
 
-    def take(self) -> Slot | None:
+    def take(self) -> AnswerSlot | None:
         """Return a free slot, or None if there is none."""
-        return Slot(self._memory, self._free.pop()) if self._free else None
+        return AnswerSlot(self._memory, self._free.pop()) if self._free else None
 
-    def taken(self, numbers: Sequence[int]) -> list[Slot]:
+    def taken(self, numbers: Sequence[int]) -> list[AnswerSlot]:
         """Return the slots of an earlier gateway; all others are free."""
         used = set(numbers)
         self._free = [number for number in self._free if number not in used]
-        return [Slot(self._memory, number) for number in numbers]
+        return [AnswerSlot(self._memory, number) for number in numbers]
 
     def free(self, number: int) -> None:
         """Take back the slot of a connection that the keeper has been told to drop."""

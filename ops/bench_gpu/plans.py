@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fixtures.sampling import PLAIN
 from numpy.typing import NDArray
 
 from bench_gpu.models import BLOCK_SIZE, Model
-from penstock.contract.job import NO_SAMPLING
 from penstock.gpu_node.model.protocol import NO_ADAPTER, ROW_COLUMNS, SamplingRows, StepPlan
 
 Ints = NDArray[np.int32]
@@ -18,8 +18,8 @@ _NOTHING = np.zeros(0, np.int32)
 def sampling_rows(positions: Ints, **rules: Any) -> SamplingRows:
     """Return rows that draw from the whole softmax. rules: fields of SamplingRows with one number for all rows."""
     count = len(positions)
-    given = {name: getattr(NO_SAMPLING, name, 0) for name in ROW_COLUMNS} | {"seed": np.arange(count)}
-    given |= {"position": positions}
+    given: dict[str, Any] = dict.fromkeys(ROW_COLUMNS, 0) | {"seed": np.arange(count)}
+    given |= PLAIN | {"position": positions}
     columns: dict[str, Any] = {
         name: np.broadcast_to(np.asarray(rules.pop(name, given[name]), dtype), (count,)).copy()
         for name, dtype in ROW_COLUMNS.items()

@@ -151,13 +151,13 @@ class AsyncClient:
 
         `prompt` is text, token ids or the messages of a chat. A `background` job, the default, may wait behind
         foreground work for as long as it takes, and goes on if this process ends. `client.attach(job.id)` reads it from
-        any process, and `job.cancel()` ends it.
-
-        Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
-        ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis);
-        with a durability, UnsupportedDurabilityError, NotOnDiskError or NotReplicatedError.
+        any process, and `job.cancel()` ends it. Raises RequestError (`param` names the wrong argument), BusyError
+        (retry after `retry_after_ms`), ConflictError (the id or key belongs to another request), UnavailableError (no
+        node, or no Redis); with a durability, UnsupportedDurabilityError, NotOnDiskError or NotReplicatedError.
         """
         with counted(self.stats.decisions):
+            if not callable(options.get("check_output")):
+                return await self._enqueue(await self._admitted(prompt, options))
             asked = CheckedSubmission(prompt, options)
             return asked.watched(await self._enqueue(await self._admitted(prompt, asked.options)), self.submit)
 

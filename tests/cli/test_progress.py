@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from penstock.cli.serve import LoadingProgress
+from penstock.cli.loading_progress import LoadingProgress
 from penstock.runtime import logging as runtime_logging
 
 LOG = logging.getLogger("penstock.test")

@@ -149,7 +149,7 @@ def test_the_flags_of_a_replica_come_last_and_its_drain_may_take_its_time() -> N
 def test_serve_starts_the_same_replicas_and_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[ChildCommand, ...]] = []
 
-    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: object) -> None:
+    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], *_more: object) -> None:
         started.append(tuple(nodes))
         raise PenstockError("enough")
 
@@ -168,7 +168,9 @@ def test_serve_gives_its_parts_the_time_of_their_drain(
 ) -> None:
     started: list[tuple[float, float]] = []
 
-    async def start_all(_: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand) -> None:
+    async def start_all(
+        _: object, url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand, _keeper: object
+    ) -> None:
         started.append((nodes[0].grace_s, gateway.grace_s))
         raise PenstockError("enough")
 

@@ -40,7 +40,12 @@ def test_options_of_serve_reach_node_and_gateway_and_others_come_from_the_enviro
     gateways: list[GatewaySettings] = []
 
     async def start_all(
-        _supervisor: object, _url: str, model: str, nodes: Sequence[ChildCommand], gateway: ChildCommand
+        _supervisor: object,
+        _url: str,
+        model: str,
+        nodes: Sequence[ChildCommand],
+        gateway: ChildCommand,
+        _keeper: object,
     ) -> None:
         assert model == "m"
         (node,) = nodes

@@ -92,12 +92,14 @@ def test_lines_are_ranked_by_a_query(pool: str, tmp_path: Path) -> None:
     [
         (("embed",), f"a\n{LONG}\n", "line 2: 47 tokens, but this model takes 24 at most"),
         (("embed",), '{"text": 7}', "line 1: text: must be a text"),
-        (("embed",), "{a", "line 1: "),
+        (("embed",), "{a", "; --plain takes lines as text"),
         (("embed", "--dimensions", "99"), "a", "this model's embeddings have 32"),
         (("rerank", "a"), f"b\n\n{LONG}\n", "line 3: 47 tokens"),
         (("rerank", "--rows", "-"), '{"query": "a", "documents": []}', "line 1: documents: must be a list of texts"),
         (("rerank", "--rows", "-"), json.dumps({"query": "a", "documents": ["b", LONG]}), "line 1: documents[1]: 47"),
         (("rerank",), "b", "give either a query or --rows"),
+        (("rerank", "--rows", "-", "--plain"), "{}", "conflicts with --rows"),
+        (("rerank", "a", "--out", __file__), "b", "only the results of --rows can be continued"),
         (("embed", "nowhere.txt"), "", "nowhere.txt cannot be used"),
     ],
 )

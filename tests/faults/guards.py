@@ -52,7 +52,7 @@ MUTANTS = (
         "virtual times", "queue", "return time and time > -MAX_TIME and time < MAX_TIME and", "return time and", DAMAGED
     ),
     Mutant("members of the expiry", "queue", "  if not whole(bytes) then", "  if false then", DAMAGED),
-    Mutant("names of pauses", "take", "elseif kind == 'tenant' then", "else", DAMAGED),
+    Mutant("names of pauses", "queue", "elseif kind == 'tenant' then", "else", DAMAGED),
     Mutant("times of reservations", "take", " and whole(till) <= now + config.lease_ms", "", DAMAGED),
     Mutant(
         "the answer of the last take",

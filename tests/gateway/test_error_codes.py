@@ -89,7 +89,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 WITH_KEYS: dict[str, dict[str, Any]] = {"invalid_api_key": {"json": TEXT, "headers": {"authorization": "Bearer wrong"}}}
 AT_THE_NODE = (
     *("model_error", "adapter_not_found", "adapter_changed", "adapter_unusable", "output_too_large", "bad_wire_data"),
-    *("too_costly", "no_summary"),
+    *("too_costly", "no_summary", "output_rejected"),
 )
 BUSY = partial(BusyError, "later", retry_after_ms=1000)
 OF_CLASSES: dict[Callable[..., PenstockError], tuple[str, ...]] = {

@@ -15,6 +15,7 @@ from fakes.announced_pools import announcing, withdrawing
 from fakes.other_version import REFUSAL, make_pool_of_other_version
 
 from penstock.contract.pool import RANKS_PART, NodePressure, PoolRecord
+from penstock.contract.tasks import KINDS
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
@@ -79,7 +80,7 @@ def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis
 )
 def test_a_body_without_a_model_lists_the_models_if_there_are_several(stack, shared_engine, redis_url, path, body):
     with httpx.Client(base_url=stack.start_gateway(), timeout=60) as http, redis.Redis.from_url(redis_url) as client:
-        with alive(client, PoolRecord("second", "acme/second")):
+        with alive(client, PoolRecord("second", "acme/second", kinds=KINDS)):
             http.get("/v1/models/acme/second").raise_for_status()
             refused = http.post(path, json=body)
         assert refused.status_code == 400, refused.text

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 def test_a_model_without_a_family_answers_over_http_as_transformers_does(tmp_path: Path) -> None:
     folder, log = tmp_path / "small", tmp_path / "log.txt"
     with quiet():
-        module = write_small("GptOssForCausalLM", folder)
+        module = write_small("BambaForCausalLM", folder)
     write_tokenizer(folder, 384)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     text = "The gate opens by pressure, and the turbine never starves."
@@ -30,4 +30,4 @@ def test_a_model_without_a_family_answers_over_http_as_transformers_does(tmp_pat
     prompt = tokenizer.encode(text)
     with torch.inference_mode():
         assert num_departures(module, [(prompt, answer["choices"][0]["token_ids"])]) <= 1
-    assert "no family of ours is GptOssForCausalLM" in log.read_text()
+    assert "no family of ours is BambaForCausalLM" in log.read_text()

@@ -360,8 +360,7 @@ class CreateResponse:
         request = Request(scope, receive, send)
         async with self._result_budget.taken(caller_of(request).tenant) as claim:
             if (record := record_of(scope)) is not None:
-                answer = await self._answer_of_record(record, claim)
-                await answer(scope, receive, send)
+                await (await self._answer_of_record(record, claim))(scope, receive, send)
                 return
             # Other large bodies wait unread while this one waits for the memory of its answer.
             async with self._reader.held(request, self.schema) as body:

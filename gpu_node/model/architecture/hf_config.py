@@ -9,21 +9,17 @@ from math import log, sqrt
 from typing import Any, TypeVar
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import (
-    Activation,
-    Attention,
+from penstock.gpu_node.model.architecture.rope import (
     DynamicScaling,
     FactorsScaling,
-    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    Mlp,
-    ModelSpec,
     Rope,
     Scaling,
     YarnScaling,
 )
+from penstock.gpu_node.model.architecture.spec import Activation, Attention, LayerSpec, Mlp, ModelSpec
 
 Config = Mapping[str, Any]
 

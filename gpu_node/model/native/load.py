@@ -11,7 +11,8 @@ from typing import Literal
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
-from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, Rope, state_bytes
+from penstock.gpu_node.model.architecture.rope import Rope
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, state_bytes
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.lora.library import AdapterLibrary

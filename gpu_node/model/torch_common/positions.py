@@ -7,8 +7,7 @@ from math import ceil, floor, log, log2, pi, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.architecture.spec import (
-    Attention,
+from penstock.gpu_node.model.architecture.rope import (
     DynamicScaling,
     FactorsScaling,
     LinearScaling,
@@ -17,6 +16,7 @@ from penstock.gpu_node.model.architecture.spec import (
     Rope,
     YarnScaling,
 )
+from penstock.gpu_node.model.architecture.spec import Attention
 
 Table = NDArray[np.float32]
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import Activation, Attention, Experts, LayerSpec, Mlp, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.rope import Rope
+from penstock.gpu_node.model.architecture.spec import Activation, Attention, Experts, LayerSpec, Mlp, ModelSpec
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm

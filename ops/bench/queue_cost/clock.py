@@ -68,7 +68,7 @@ class ClockEngine:
     """Steps of `step_s`: slept, or worked on `num_busy` threads that hold no interpreter lock."""
 
     def __init__(self, step_s: float, num_busy: int = 0) -> None:
-        self.tokenizer, self.texts = ClockTokenizer(), None
+        self.tokenizer, self.texts, self.pairs = ClockTokenizer(), None, None
         self.max_model_len = 1 << 16
         self.num_kv_tokens = 1 << 24
         self.revision = "clock"

@@ -2,12 +2,11 @@
 
 All keys of a pool share the hash tag `{pool}`, so that one script works in one cluster slot. P stands for
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Lifetimes such as `result_ttl_ms` are settings of the pool,
-which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
-closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
-time, its tenant's tokens or its key (take, sweep). `ring` wakes a node. finish submits what takes the place of a job
-whose output was refused, as `submit` does. audit may write all keys, and change those that say
-where an open job waits. forget deletes the keys of an unused pool, and erase those of a
-tenant's ended jobs, with what the pool counted of the tenant.
+which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end` closes a
+job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its time, its
+tenant's tokens or its key (take, sweep). `ring` wakes a node. finish submits what takes the place of a job whose output
+was refused, as `submit` does. audit may write all keys, and change those that say where an open job waits. forget
+deletes the keys of an unused pool, and erase those of a tenant's ended jobs, with what the pool counted of the tenant.
 
     key                      type    writers                              content; lifetime
     P:queue:<l>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids of a level: 0 interactive …
@@ -16,18 +15,14 @@ tenant's ended jobs, with what the pool counted of the tenant.
                                                                           submission time
     P:delayed:<l>:<t>        zset    submit, requeue; release, end        ids of jobs with not_before, by that time
     P:delayed                zset    submit, release, end                 `<l>:<t>` → when to look at its delayed jobs
-    P:awaiting:<t>           zset    submit, release; end                 ids of the tenant's jobs that wait for its
-                                                                          tokens, by level and submission time
+    P:awaiting:<t>           zset    submit, release; end                 ids that wait for tokens, by level and time
     P:awaiting:<t>:<key>     zset    submit, release; end                 the same of those that wait for their key
-    P:awaiting               zset    submit, release, requeue, end        tenant, or `<t>:<key>` → when to look at its
-                                                                          waiting jobs
+    P:awaiting               zset    submit, release, requeue, end        tenant, or `<t>:<key>` → when to look at them
     P:keyed:<t>:<key>        set     submit, release; requeue, end        ids with that key that are queued or running
-    P:paced:<t>:<key>        list    submit, release                      when the last ones joined the queue; as long
-                                                                          as they count
+    P:paced:<t>:<key>        list    submit, release                      when the last ones joined; while they count
     P:keys:<t>               set     submit, release; requeue, end        the tenant's keys with open jobs
     P:waiting:<l>            zset    submit, requeue, release; take, end  all queued ids, by submission time
-    P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
-                                                                          submission time
+    P:tasks                  zset    submit, requeue, release; take, end  queued ids without KV cache, by submission
     P:tenant_tasks           hash    submit, requeue, release; take, end  tenant → number of its ids in P:tasks
     P:deadlines              zset    submit, requeue, release; take,      queued ids with a deadline or TTL, by its end
                                      end, sweep
@@ -38,10 +33,8 @@ tenant's ended jobs, with what the pool counted of the tenant.
     P:debt:<l>               zset    take, finish, end; submit, requeue,  virtual times of tenants without queued jobs
                                      release                              that are ahead of the virtual clock
     P:head_served            hash    take                                 class → when the head of its queue was taken
-    P:background_turns       hash    take                                 level → its turns in the time that is kept for
-                                                                          background work, and the last turn
-    P:reservations           hash    take; sweep, leave                   node → job for which it keeps capacity free,
-                                                                          and for how long
+    P:background_turns       hash    take                                 level → its turns of background time, the last
+    P:reservations           hash    take; sweep, leave                   node → job for which it keeps room; how long
     P:job:<id>               hash    scripts                              the job's record; result_ttl_ms after its end
     P:request:<id>           string  submit; end, purge,                  the request (wire.py); result_ttl_ms after the
                                      delete_response                      end, for a dead letter 7 days; deleted when

@@ -23,7 +23,7 @@ from penstock.gateway.kept.slots import (
     MAX_RECORD_BYTES,
     SLOT_BYTES,
     VERSION,
-    Slot,
+    AnswerSlot,
     Slots,
 )
 from penstock.runtime import crash_points
@@ -67,7 +67,7 @@ def memory() -> Iterator[mmap.mmap]:
 def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypatch, dies_at, size):
     random.seed(size)
     for _ in range(20):
-        slot, connection = Slot(memory, 1), Connection()
+        slot, connection = AnswerSlot(memory, 1), Connection()
         slot.begin(b"record", 1, num_before=7, num_read=9)
         sent, num_parts, kill_at = b"", random.randint(1, 40), random.randint(0, 40)
         events = b""
@@ -84,19 +84,19 @@ def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypat
         except KilledError:
             pass
         monkeypatch.undo()
-        left = Slot(memory, 1).left()
+        left = AnswerSlot(memory, 1).left()
         assert (left.state, left.record, left.num_before, left.num_read) == (ANSWERING, b"record", 7, 9)
-        again = Slot(memory, 1)
+        again = AnswerSlot(memory, 1)
         again.continue_from(left)
         assert bytes(connection.taken) + again.rest(left, len(connection.taken)) == sent
         assert left.counters == (len(events), zlib.crc32(events))
         assert again.put(b"more", len(sent) - len(connection.taken))
-        left = Slot(memory, 1).left()
+        left = AnswerSlot(memory, 1).left()
         assert bytes(connection.taken) + again.rest(left, len(connection.taken)) == sent + b"more"
 
 
 def test_a_slow_client_needs_both_halves_of_the_ring_and_no_more(memory):
-    slot, waiting = Slot(memory, 0), 16_000
+    slot, waiting = AnswerSlot(memory, 0), 16_000
     slot.begin(b"r" * 1000, 1, num_before=0, num_read=0)
     sent = bytearray()
     for number in range(300):
@@ -109,7 +109,7 @@ def test_a_slow_client_needs_both_halves_of_the_ring_and_no_more(memory):
 
 
 def test_what_does_not_fit_is_not_kept(memory):
-    slot = Slot(memory, 0)
+    slot = AnswerSlot(memory, 0)
     slot.begin(b"", 1, num_before=0, num_read=0)
     assert not slot.put(bytes(SLOT_BYTES), 0)
     slot.lose()
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_not_kept(memory):
 
 
 def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory):
-    slot = Slot(memory, 0)
+    slot = AnswerSlot(memory, 0)
     for size in (10, 50_000):
         slot.begin(b"secret" * 50, 1, num_before=0, num_read=0)
         slot.flags = FINAL
@@ -135,7 +135,7 @@ def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory):
 
 
 def test_a_slot_of_another_version_is_refused(memory):
-    slot = Slot(memory, 0)
+    slot = AnswerSlot(memory, 0)
     slot.begin(b"", 1, num_before=0, num_read=0)
     memory[0] = VERSION + 1
     with pytest.raises(ValueError, match="version"):

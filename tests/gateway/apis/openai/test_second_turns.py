@@ -122,7 +122,7 @@ def test_unknown_names_inside_a_message_are_ignored(
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
-        ({"role": "user", "content": ["x"]}, "messages[0].content"),
+        ({"role": "user", "content": [1]}, "messages[0].content"),
         ({"role": "user", "content": "x", "name": "n" * 257}, "messages[0].name"),
         ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages[0].audio"),

@@ -22,7 +22,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.served_model import load
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.spec import Llama3Scaling, Rope
+from penstock.gpu_node.model.architecture.rope import Llama3Scaling, Rope
 from penstock.gpu_node.model.checkpoint import source
 from penstock.gpu_node.model.checkpoint.description import revision_of
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile

@@ -20,6 +20,7 @@ from fixtures.plans import Track, logits_alone, logits_of_step
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution
+from penstock.gpu_node.model.architecture.rope import Rope
 from penstock.gpu_node.model.architecture.spec import (
     Attention,
     ClampedGate,
@@ -27,7 +28,6 @@ from penstock.gpu_node.model.architecture.spec import (
     LayerSpec,
     Mlp,
     ModelSpec,
-    Rope,
     SharedExperts,
 )
 from penstock.gpu_node.model.checkpoint.description import Description

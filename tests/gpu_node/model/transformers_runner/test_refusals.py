@@ -16,7 +16,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import find_model, load_model
 
 Folder = Callable[[str], Path]
-ARCHITECTURE = "Starcoder2ForCausalLM"
+ARCHITECTURE = "StableLmForCausalLM"
 ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -39,7 +39,7 @@ def refusal(folder: Path, **options: Any) -> str:
 
 def test_a_checkpoint_without_some_tensors_is_refused_by_their_names(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.c_fc.weight"
+    name = "model.layers.1.mlp.up_proj.weight"
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert name in refusal(folder)
@@ -99,10 +99,10 @@ def test_code_of_a_checkpoint_never_runs(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named_with_those_like_it(folder: Path) -> None:
-    change(folder, architectures=["Starcoder3ForCausalLM"], transformers_version="99.0.0")
+    change(folder, architectures=["StableLm2ForCausalLM"], transformers_version="99.0.0")
     said = refusal(folder)
-    assert "Starcoder3ForCausalLM" in said
-    assert "Starcoder2ForCausalLM" in said
+    assert "StableLm2ForCausalLM" in said
+    assert "StableLmForCausalLM" in said
     assert "a newer one may have it" in said
     change(folder, architectures=["GenerationMixin"])
     assert "GenerationMixin" in refusal(folder, runner="transformers")
