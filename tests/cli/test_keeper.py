@@ -15,7 +15,7 @@ from penstock.cli.keeper import ConnectionKeeper
 from penstock.cli.processes import BackOff, ChildCommand
 from penstock.contract.errors import ConfigError
 from penstock.gateway.kept.connection import Keep
-from penstock.gateway.kept.slots import SLOT_BYTES, Slot
+from penstock.gateway.kept.slots import SLOT_BYTES, AnswerSlot
 from penstock.runtime.kept_sockets import KEEPER_VARIABLE, Inherited, receive_message
 
 COMMAND = ChildCommand("gateway", ("gateway",), {"A": "b"}, 1.0)
@@ -66,7 +66,7 @@ async def test_a_connection_moves_to_the_next_gateway(pair):
         first = gateway_of(keeper)
         assert await first.kept_before() == ([], 0)
         slot = first.hold(ours.fileno())
-        assert isinstance(slot, Slot)
+        assert isinstance(slot, AnswerSlot)
         ours.close()
         end(first)
         keeper.gateway_ended()
@@ -92,7 +92,7 @@ async def test_connections_that_no_gateway_takes_end(pair, monkeypatch):
     monkeypatch.setattr(module, "KEEP_S", 0.05)
     async with opened() as keeper:
         keep = gateway_of(keeper)
-        assert isinstance(keep.hold(ours.fileno()), Slot)
+        assert isinstance(keep.hold(ours.fileno()), AnswerSlot)
         ours.close()
         end(keep)
         keeper.gateway_ended()
@@ -107,7 +107,7 @@ async def test_the_stop_of_the_command_ends_no_connection_of_the_gateway(pair):
         keep = gateway_of(keeper)
         await keep.kept_before()
         slot = keep.hold(ours.fileno())
-        assert isinstance(slot, Slot)
+        assert isinstance(slot, AnswerSlot)
         await turns()
     await turns()
     assert not keep.is_alive and keep.hold(ours.fileno()) == "no_keeper"
@@ -120,9 +120,9 @@ async def test_more_connections_than_slots_are_not_kept(pair):
     async with opened(num_slots=1) as keeper:
         keep = gateway_of(keeper)
         slot = keep.hold(ours.fileno())
-        assert isinstance(slot, Slot) and keep.hold(ours.fileno()) == "too_many_connections"
+        assert isinstance(slot, AnswerSlot) and keep.hold(ours.fileno()) == "too_many_connections"
         keep.drop(slot)
-        assert isinstance(keep.hold(ours.fileno()), Slot)
+        assert isinstance(keep.hold(ours.fileno()), AnswerSlot)
         end(keep)
 
 
