@@ -27,8 +27,12 @@ _STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*')
 """The inside of a JSON string, up to its quote or to a character that it may not contain."""
 _LITERAL = re.compile(r"[0-9A-Za-z+\-.]+")
 _FLAT = r"[0-9A-Za-z+\-.,: \t\r\n]"
-_INNER = re.compile(rf"(?:{_FLAT}++|\[{_FLAT}*+\]|\{{{_FLAT}*+\}})*+")
-"""What is not checked inside of members, without texts and what nests."""
+_INNER = re.compile(rf"(?:{_FLAT}++|\[{_FLAT}*+\]|\{{{_FLAT}*+\}}){{0,1000}}")
+"""What is not checked inside of members, without texts and what nests.
+
+It may stop early: without a limit it would take memory for each bracket, and a group with `*+` gives wrong ends in
+CPython 3.11.0 to 3.11.4 (CPython issue 106052).
+"""
 _MAX_DEPTH = 1000
 """Nested lists and objects. A JSON reader would refuse more."""
 _Expected = Literal["key", "colon", "value", "comma"]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-_TOKEN = re.compile(
-    r"""[\s,:\[\]{}]+|(?P<number>-?[0-9][0-9.eE+\-]*)|(?P<word>[A-Za-z]+)"""
-    r"""|'(?P<single>(?:[^'\\]|\\.)*+)'|"(?P<double>(?:[^"\\]|\\.)*+)\"""",
-    re.DOTALL,
-)
+_TOKEN = re.compile(r"[\s,:\[\]{}]+|(?P<number>-?[0-9][0-9.eE+\-]*)|(?P<word>[A-Za-z]+)")
+_INSIDE = {quote: re.compile(rf"(?:[^{quote}\\]++|\\.){{0,1000}}", re.DOTALL) for quote in ("'", '"')}
+"""A part of the inside of a string, by its quote. Without a limit it would take memory for each escape."""
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
@@ -22,19 +20,30 @@ def json_of_python(text: str) -> str | None:
     """
     pieces, at = [], 0
     while at < len(text):
-        token = _TOKEN.match(text, at)
-        if token is None:
-            return None
-        kind, at = token.lastgroup, token.end()
-        if kind == "word":
-            if token[0] not in _WORDS:
+        if text[at] in _INSIDE:
+            begin, at = at + 1, _end_of_string(text, at)
+            if at > len(text):
                 return None
-            pieces.append(_WORDS[token[0]])
-        elif kind in ("single", "double"):
-            pieces.append(json.dumps(_ESCAPE.sub(_unescaped, token[kind]), ensure_ascii=False))
-        else:
-            pieces.append(token[0])
+            pieces.append(json.dumps(_ESCAPE.sub(_unescaped, text[begin : at - 1]), ensure_ascii=False))
+            continue
+        token = _TOKEN.match(text, at)
+        if token is None or (token.lastgroup == "word" and token[0] not in _WORDS):
+            return None
+        at = token.end()
+        pieces.append(_WORDS.get(token[0], token[0]))
     return "".join(pieces)
+
+
+def _end_of_string(text: str, at: int) -> int:
+    """Return the position behind the string whose quote is at `at`; beyond the text for one without an end."""
+    quote = text[at]
+    at += 1
+    while at < len(text) and text[at] != quote:
+        end = _INSIDE[quote].match(text, at).end()  # type: ignore[union-attr]
+        if end == at:
+            return len(text) + 1
+        at = end
+    return at + 1
 
 
 def _unescaped(escape: re.Match[str]) -> str:
