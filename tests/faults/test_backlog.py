@@ -28,7 +28,7 @@ async def violations(*words: str) -> list[str]:
 @pytest.fixture(scope="module")
 def served_url() -> Iterator[str]:
     with backlog.running_node(backlog.POOL, redis_mib=512, with_demo_model=False) as url:
-        asyncio.run(backlog.warm_up(url, backlog.POOL, num_jobs=70))
+        asyncio.run(backlog.warm_up(url, backlog.POOL, num_jobs=150))
         yield url
 
 
