@@ -92,14 +92,7 @@ async def open_jobs(
         elif generation.cut_at is not None:
             if keeping is not None:
                 keeping.begin(generation, [generation.cut_at.job_id])
-            jobs.append(
-                await client.attach(
-                    generation.cut_at.job_id,
-                    after=generation.read_after,
-                    tenant=generation.tenant,
-                    token_durability=generation.token_durability,
-                )
-            )
+            jobs.append(await _attached(client, generation, generation.cut_at.job_id))
         else:
             submissions = await _submissions(client, generation)
             if keeping is not None:
@@ -129,6 +122,13 @@ async def open_jobs(
         raise
 
 
+async def _attached(client: AsyncClient, generation: GenerationRequest, job_id: str) -> AsyncJob:
+    """Return a handle on a job that exists. Its tokens are waited for as the request says."""
+    return await client.attach(
+        job_id, after=generation.read_after, tenant=generation.tenant, token_durability=generation.token_durability
+    )
+
+
 async def _attach_all(
     client: AsyncClient, generation: GenerationRequest, job_ids: Sequence[str], jobs: list[AsyncJob]
 ) -> None:
@@ -138,7 +138,7 @@ async def _attach_all(
     """
     for job_id in job_ids:
         try:
-            jobs.append(await client.attach(job_id, after=generation.read_after, tenant=generation.tenant))
+            jobs.append(await _attached(client, generation, job_id))
         except NotFoundError:
             message = "this gateway was stopped before the request was in the queue; repeat the request"
             raise UnavailableError(message, code="gateway_stopped") from None

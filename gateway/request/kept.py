@@ -11,7 +11,10 @@ from penstock.gateway.request.encoding import decode_parsed_body, encode_parsed_
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.producer.client.request import pack_prompt_of
 
-_OPTIONS = (*("tenant", "hides_models", "lower_max_tokens", "idempotency_key", "background", "needs_reader", "job_id"),)
+_OPTIONS = (
+    *("tenant", "hides_models", "lower_max_tokens", "idempotency_key", "background", "needs_reader", "job_id"),
+    "token_durability",
+)
 """The options of a submission on which its answer depends."""
 
 

@@ -29,6 +29,7 @@ from penstock.gateway.kept.answer import AnswerKeep, unpacked
 from penstock.gateway.kept.slots import SLOT_BYTES, AnswerSlot, Left
 from penstock.gateway.request.earlier_reasoning import SEAL
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
+from penstock.gateway.request.jobs import Keeping, open_jobs
 from penstock.gateway.request.kept import facts_of, generation_of_record
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, format_of_packed, packed_format
 from penstock.gateway.stream.writer import SSE, EventWriter, Framing, NdjsonFraming
@@ -243,6 +244,23 @@ def test_a_record_gives_back_the_request_and_what_its_encoder_needs():
     assert len(made.body.prompts) == 2 and "".join(map(str, made.body.prompts)) == ""
     assert format_of_packed(packed_format(FORM)) == FORM and format_of_packed(packed_format(PLAIN)) is PLAIN
     assert decode_stored_response(RECORD.encode()) == RECORD
+
+
+@pytest.mark.parametrize("of_body", [True, False])
+async def test_what_tokens_wait_for_outlives_the_gateway(of_body):
+    body = ParsedBody("m", ["a"], queueing={"token_durability": "replicated"} if of_body else {})
+    generation = GenerationRequest(body, {"tenant": "t", "token_durability": None if of_body else "replicated"})
+    record = unpacked(_packed(facts_of(generation, JOBS[:1], shows_prompts=False)))
+    seen = []
+
+    async def attach(job_id, **options):
+        seen.append((job_id, options["token_durability"]))
+        return SimpleNamespace(id=job_id)
+
+    keeping = Keeping(cast(Any, SimpleNamespace(record=record)))
+    client = cast(Any, SimpleNamespace(attach=attach))
+    async with open_jobs(client, generation_of_record(record), keeping=keeping):
+        assert seen == [(JOBS[0], "replicated")]
 
 
 def test_the_record_of_an_answer_with_documents_has_them():
