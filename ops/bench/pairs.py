@@ -194,4 +194,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     peers.BUILD.mkdir(exist_ok=True)
+    LOG.parent.mkdir(parents=True, exist_ok=True)
     main()
