@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.fields import (
@@ -275,12 +275,23 @@ class MessageBody(_SampledConversation):
     max_tokens: int
     stream: bool | None = None
     output_config: OutputConfig | None = None
+    # The name that `output_config.format` had in the beta of structured outputs.
+    output_format: _OutputFormat | None = None
 
     metadata: Annotated[Metadata | None, at_most(MAX_METADATA), BeforeValidator(_short_texts)] = None
     diagnostics: Annotated[dict[str, Any] | None, NO_EFFECT] = None
     service_tier: Annotated[Any, only(None, "auto", "standard_only")] = None
     container: Annotated[Any, only(None)] = None
     inference_geo: Annotated[Any, only(None)] = None
+
+    @field_validator("output_format")
+    @classmethod
+    def _one_format(cls, value: _OutputFormat | None, info: ValidationInfo) -> _OutputFormat | None:
+        config = info.data.get("output_config")
+        if value is not None and config is not None and config.format is not None:
+            message = "conflicts with output_config.format, its newer name; send one of them"
+            raise PydanticCustomError("unsupported_value", message)
+        return value
 
     @property
     def template_kwargs(self) -> str | None:
@@ -301,8 +312,9 @@ class MessageBody(_SampledConversation):
             given["reasoning_budget"] = self.thinking.budget_tokens
         if given.get("stop"):
             given["include_stop_str_in_output"] = True
-        if self.output_config is not None and self.output_config.format is not None:
-            given["structured_outputs"] = {"json_schema": closed(self.output_config.format.schema_)}
+        wanted = self.output_format or (self.output_config.format if self.output_config is not None else None)
+        if wanted is not None:
+            given["structured_outputs"] = {"json_schema": closed(wanted.schema_)}
         return SamplingParams(**given)
 
     def options(self) -> dict[str, Any]:

@@ -49,8 +49,12 @@ _GUIDED = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
 }
-"""Older names of vLLM → the members of `structured_outputs`."""
+"""Older names of vLLM, and names of llama.cpp and SGLang → the members of `structured_outputs`."""
 
 _BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
 """Names of a chat's field for the budget of its reasoning."""
@@ -79,10 +83,14 @@ class _NamedSchema(Wire):
 
 
 class ResponseFormat(Wire):
-    """OpenAI's `response_format`: plain text, any JSON object, or JSON that matches a schema."""
+    """OpenAI's `response_format`: plain text, any JSON object, or JSON that matches a schema.
+
+    llama.cpp and others take the schema in `schema` beside `json_object`.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _NamedSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
@@ -90,12 +98,16 @@ class ResponseFormat(Wire):
             raise PydanticCustomError(
                 "unsupported_value", "json_schema is required with type json_schema and only there"
             )
+        if self.schema_ is not None and self.type != "json_object":
+            raise PydanticCustomError("unsupported_value", "schema is allowed with type json_object only")
         return self
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the equivalent value of penstock's `structured_outputs` field."""
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.enforced()}
+        if self.schema_ is not None:
+            return {"json_schema": closed(self.schema_)}
         return {"json_object": True} if self.type == "json_object" else None
 
 
@@ -134,11 +146,15 @@ class GenerationBody(_SampledBody):
     prompt_field: ClassVar[str]
 
     response_format: ResponseFormat | None = None
-    # Older names of vLLM for the members of `structured_outputs`.
+    # Older names of vLLM for the members of `structured_outputs`, and those of llama.cpp and SGLang.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_ALTERNATIVES)] = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
 
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex` is the class `batch`, `priority` the class `interactive`. Each answer names the tier that it got."""
@@ -167,7 +183,7 @@ class GenerationBody(_SampledBody):
 
     @property
     def _guided(self) -> str | None:
-        """The older name of vLLM by which the body constrains the text, or None."""
+        """The name of another server by which the body constrains the text, or None."""
         return next((name for name in _GUIDED if getattr(self, name) is not None), None)
 
     def names(self) -> dict[str, str]:

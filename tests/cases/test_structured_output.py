@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,3 +225,59 @@ def test_a_number_beyond_doubles_is_refused_by_its_place(door: httpx.Client, ask
         answer = ask(client, {"enum": [1, placeholder]})
     assert answer.status_code == 400
     assert "properties/x/enum/1 is beyond the range of a double" in answer.text and TAKES_STRING in answer.text
+
+
+PATTERNS = {
+    "pydantic's decimals": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+    "Zod's mail": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+    "a password": r"^(?=.*[a-z])(?=.*\d)[a-z\d]{8,12}$",
+    "a length": r"^(?=.{2,4}$)a*b*$",
+    "no word": r"^(?!admin$)[a-z]{1,6}$",
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_look_ahead_at_the_beginning_of_a_pattern_is_enforced(door: httpx.Client, pattern: str) -> None:
+    for seed in range(4):
+        wanted = {"json": {"type": "string", "pattern": pattern, "maxLength": 30}}
+        answer = door.post(
+            "/v1/completions", json=OPTIONS | {"prompt": "a", "seed": seed, "structured_outputs": wanted}
+        ).json()["choices"][0]
+        assert answer["finish_reason"] == "stop" and re.search(pattern, json.loads(answer["text"]), re.ASCII)
+
+
+def test_look_ahead_that_no_pattern_says_is_refused(door: httpx.Client) -> None:
+    answer = chat(door, {"type": "string", "pattern": "^(?!a.c)[abc]*$"})
+    assert answer.status_code == 400 and "look-ahead" in answer.json()["error"]["message"]
+
+
+def test_a_grammar_in_llama_cpps_notation_is_enforced(door: httpx.Client) -> None:
+    grammar = 'root ::= greeting " " name # all\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]{1,3}'
+    for name in ("grammar", "ebnf", "guided_grammar"):
+        answer = door.post("/v1/completions", json=OPTIONS | {"prompt": "a", name: grammar}).json()["choices"][0]
+        assert re.fullmatch("(hello|bye) [A-Z][a-z]{1,3}", answer["text"]) and answer["finish_reason"] == "stop"
+
+
+def test_schemas_stand_where_llama_cpp_and_anthropics_beta_have_them(door: httpx.Client) -> None:
+    schema = closed({"enum": ["yes", "no"]})
+    of_chat = {"model": MODEL, "messages": ASKED, "max_tokens": 100}
+    given = {"type": "json_object", "schema": schema}
+    answer = door.post("/v1/chat/completions", json=of_chat | {"response_format": given}).json()
+    assert json.loads(answer["choices"][0]["message"]["content"])["x"] in ("yes", "no")
+    given = {"type": "json_schema", "schema": schema}
+    answer = door.post("/v1/messages", json=of_chat | {"output_format": given}).json()
+    assert json.loads(answer["content"][0]["text"])["x"] in ("yes", "no")
+    both = {"output_format": given, "output_config": {"format": given}}
+    refused = door.post("/v1/messages", json=of_chat | both)
+    assert refused.status_code == 400 and "output_config.format" in refused.json()["error"]["message"]
+    wrong = door.post("/v1/chat/completions", json=of_chat | {"response_format": {"type": "text", "schema": schema}})
+    assert wrong.status_code == 400 and "json_object" in wrong.json()["error"]["message"]
+
+
+def test_top_p_of_0_takes_the_most_likely_token(door: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "the gate", "max_tokens": 12}
+    greedy, nucleus = (
+        door.post("/v1/completions", json=body | option).json()["choices"][0]["text"]
+        for option in ({"temperature": 0}, {"temperature": 1.5, "top_p": 0})
+    )
+    assert greedy == nucleus

@@ -53,7 +53,7 @@ def problem_of(model: type[Any], fields: dict[str, Any]) -> tuple[str, str]:
         ("temperature", -0.1, "0"),
         ("temperature", 10.1, "10"),
         ("temperature", float("nan"), "finite"),
-        ("top_p", 0.0, "0"),
+        ("top_p", -0.1, "0"),
         ("top_p", 1.1, "1"),
         ("top_k", -2, "-1"),
         ("top_k", 1 << 31, str(1 << 31)),

@@ -60,9 +60,6 @@ _REGEX_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
 _INVALID_REGEX = re.compile(r"^invalid regex .*")
 
 
-_EBNF = "::="
-
-
 def reason_of(kind: Kind, problem: str) -> str:
     """Return a problem that llguidance found, in our words; a message without a translation as it is."""
     first, regex_error = problem.partition("\n")[0], _REGEX_ERROR.search(problem)
@@ -74,8 +71,6 @@ def reason_of(kind: Kind, problem: str) -> str:
         first = f"{found or 'invalid regular expression'}: {regex_error[1]}"
     if place is not None and kind == "lark":
         first = f"line {place[1]}, column {place[2]}: {first}"
-        if _EBNF in problem:
-            first += "; a grammar must be in Lark's notation, where a rule is written name: …"
     return _in_our_words(first)[:MAX_REASON_CHARS]
 
 

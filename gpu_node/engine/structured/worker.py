@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.gpu_node.engine.structured import protocol
 from penstock.gpu_node.engine.structured.protocol import (
@@ -223,10 +224,24 @@ def _grammar(kind: str, text: str) -> Any:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "lark":
-        return LLMatcher.grammar_from_lark(text)
+        return LLMatcher.grammar_from_lark(_lark_of(text) if _GBNF_RULE.search(text) else text)
     if kind == "calls":
         return LLMatcher.grammar_from_lark("\n".join(map(_with_options, text.split("\n"))))
     return LLMatcher.grammar_from_json_schema(rewritten(text), overrides=COMPACT)
+
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
+def _lark_of(text: str) -> str:
+    """Return a grammar of llama.cpp's notation (GBNF, `root ::= …`) in Lark's. Raises ValueError for a wrong one."""
+    try:
+        # A text that has a rule `start` or an option is Lark's already.
+        return any_to_lark(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except Exception as error:  # The library has one class for errors of notation and none for the rest.
+        raise ValueError(f"it is no grammar of llama.cpp's notation: {error}") from None
 
 
 def _with_options(rule: str) -> str:

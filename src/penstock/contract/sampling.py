@@ -192,7 +192,7 @@ class SamplingParams(CheckedInput):
     ] = Field(default=1.0, ge=0.0, le=10.0)
     top_p: Annotated[
         float, Option(flag=f"Sample from the most likely tokens that together reach this probability. {_RECOMMENDED}")
-    ] = Field(default=1.0, gt=0.0, le=1.0)
+    ] = Field(default=1.0, ge=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
     min_p: Annotated[
         float,

@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.structured.schema.facts import (
     listed_values,
 )
 from penstock.gpu_node.engine.structured.schema.formats import ENFORCED_FORMATS, PATTERNS
+from penstock.gpu_node.engine.structured.schema.look_ahead import without_look_ahead
 from penstock.gpu_node.engine.structured.schema.numbers import (
     check_listed,
     check_steps,
@@ -258,7 +259,11 @@ def _listed(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
 
 
 def _pattern(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
-    place.result[keyword] = rust_pattern(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value, besides = without_look_ahead(value)
+        value = rust_pattern(value)
+        place.besides.extend({keyword: rust_pattern(one)} for one in besides)
+    place.result[keyword] = value
 
 
 def _pattern_properties(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:

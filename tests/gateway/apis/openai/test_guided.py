@@ -1,4 +1,4 @@
-"""vLLM's older names for structured outputs: `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`."""
+"""Other servers' names for structured outputs: older ones of vLLM, and those of llama.cpp and SGLang."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ NAMES = {
     "guided_regex": ("a+", "regex"),
     "guided_choice": (["a", "b"], "choice"),
     "guided_grammar": (GRAMMAR, "grammar"),
+    "json_schema": (SCHEMA, "json"),
+    "regex": ("a+", "regex"),
+    "grammar": (GRAMMAR, "grammar"),
+    "ebnf": (GRAMMAR, "grammar"),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -34,7 +38,7 @@ def test_an_older_name_is_the_same_constraint(http: httpx.Client, engine: EchoEn
     value, member = NAMES[name]
     assert ask(http, path, structured_outputs={member: value}).status_code == 200
     expected = engine.last_params.structured_outputs
-    given = [value, json.dumps(value)] if name == "guided_json" else [value]
+    given = [value, json.dumps(value)] if member == "json" else [value]
     for one in given:
         assert ask(http, path, **{name: one}).status_code == 200
         assert engine.last_params.structured_outputs == expected
