@@ -290,7 +290,9 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
     if int(info.get("aof_enabled", 0)):
         now, base = (int(info.get(name, 0)) / 2**20 for name in ("aof_current_size", "aof_base_size"))
         size = f"{now:.0f} MiB, of which {max(0, now - base):.0f} since its last rewrite"
-        yield Check("ok", "Redis", f"append-only file is on: {size}; by default the next is at {2 * base:.0f} MiB")
+        # Redis's defaults: auto-aof-rewrite-percentage 100 and auto-aof-rewrite-min-size 64mb.
+        rewrite = max(64, 2 * base)
+        yield Check("ok", "Redis", f"append-only file is on: {size}; by default the next is at {rewrite:.0f} MiB")
     else:
         advice = "redis-cli CONFIG SET appendonly yes (serve: --data-dir FOLDER); else a restart loses all jobs"
         yield Check("warn", "Redis", "append-only file is off", advice)
