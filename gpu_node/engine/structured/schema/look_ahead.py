@@ -10,6 +10,8 @@ import re
 
 MAX_ATOMS = 8
 """Most characters of a text that a negative look-ahead may forbid."""
+MAX_DIGITS = 64
+"""Most digits of a decimal before whose last one a point may stand."""
 _ATOM = re.compile(
     r"\\(?:[pP]\{[^}\\]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^bBckpPux1-9])"
     r"|\[\^?(?:[^\]\\]|\\.)+\]|[^\\\[\]^$.|?*+(){}]"
@@ -17,6 +19,18 @@ _ATOM = re.compile(
 """A character, an escape, or a class."""
 _ONE_CHAR = re.compile(r"\\[^a-zA-Z0-9]|[^\\\[\]^$.|?*+(){}]")
 _ANYWHERE = re.compile(r"(?:\.|\[\^\]|\[\\s\\S\])\*\??")
+_TIME = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_KNOWN = {
+    # Zod's durations.
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:{_TIME})?|{_TIME})$"
+    )
+}
+_DECIMAL = re.compile(
+    r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*\(\?:\\d\{0,(\d{1,3})\}"
+    r"\|\(\?=\[\\d\.\]\{1,(\d{1,3})\}0\*\$\)\\d(?:\*\\\.\\d\*|\{0,\d{1,3}\}\\\.\\d\{0,(\d{1,3})\})0\*\$\)"
+)
+"""What pydantic up to 2.13 writes for a decimal of at most so many digits, of which so many after the point."""
 
 
 def without_look_ahead(pattern: str) -> tuple[str, list[str]]:
@@ -25,6 +39,10 @@ def without_look_ahead(pattern: str) -> tuple[str, list[str]]:
     A pattern stays as it is where none say the same; llguidance then refuses it. Where `.` stands before what is
     forbidden, line ends count as any character: that allows less.
     """
+    if (known := _KNOWN.get(pattern)) is not None:
+        return known, []
+    if (decimal := _DECIMAL.fullmatch(pattern)) is not None:
+        return _decimal(*(None if group is None else int(group) for group in decimal.groups())), []
     if not pattern.startswith(("^(?=", "^(?!")):
         return pattern, []
     at, besides = 1, list[str]()
@@ -39,6 +57,19 @@ def without_look_ahead(pattern: str) -> tuple[str, list[str]]:
         at = end + 1
     # With alternatives, the look-ahead belongs to the first alone.
     return (pattern, []) if len(_alternatives(pattern[at:])) > 1 else (f"^{pattern[at:]}", besides)
+
+
+def _decimal(num_whole: int | None, num_chars: int | None, num_places: int | None) -> str:
+    """Return a pattern of decimals. Pydantic's own allows any text after the whole digits; this one does not."""
+    whole, places = num_whole or 0, min(num_places or 0, (num_chars or 1) - 1)
+    if num_places is None:
+        forms = [rf"\d{{1,{max(1, whole)}}}"]
+        forms += [rf"\d{{1,{i}}}\.\d{{1,{whole - i}}}" for i in range(1, min(whole, MAX_DIGITS))]
+        return f"^[+-]?(?:{'|'.join(forms)})$"
+    fraction = rf"\.\d{{1,{places}}}" if places else ""
+    if not whole:
+        return rf"^[+-]?0(?:{fraction})?$"
+    return rf"^[+-]?\d{{1,{whole}}}(?:{fraction})?$"
 
 
 def _end_of_group(pattern: str, at: int) -> int | None:
