@@ -1,0 +1,66 @@
+-- count: how many jobs of a tenant, or of a tag of it, are in which state, by level. It writes nothing.
+-- ARGV: tenant, tag ('' for all of the tenant's jobs)
+-- Answer: {now, the fields of P:tag_counts of the tag, {state, level, jobs}, …}
+--   The rows are, of a tag, its running and scheduled jobs; of a tenant, all its jobs, where level '' stands for jobs of
+--   which only the state is counted. -1 jobs: too many others are in that state to look at each.
+local MAX_LOOKED, CLASS_STEP = 1000, 1e13
+local tenant, tag = ARGV[1], ARGV[2]
+local rows = {}
+
+local function add(state, level, num)
+  if num ~= 0 then rows[#rows + 1] = {state, tostring(level), num} end
+end
+
+-- Adds the jobs of a set, by their levels, that are also in the set `other`, if there is one.
+local function add_each(state, key, other)
+  local of_level = {}
+  for _, id in ipairs(redis.call('ZRANGE', key, 0, -1)) do
+    if not other or redis.call('ZSCORE', other, id) then
+      local level = redis.call('HGET', job_key(id), 'level') or '1'
+      of_level[level] = (of_level[level] or 0) + 1
+    end
+  end
+  for level, num in pairs(of_level) do add(state, level, num) end
+end
+
+local function count_of_tag()
+  local tagged = P .. ':tagged:' .. tenant .. ':' .. tag
+  local num_tagged = redis.call('ZCARD', tagged)
+  for _, state in ipairs({'running', 'scheduled'}) do
+    local key = lists.key(state, tenant)
+    local num = redis.call('ZCARD', key)
+    if math.min(num, num_tagged) > MAX_LOOKED then
+      add(state, '', -1)
+    elseif num > 0 and num_tagged > 0 then
+      if num <= num_tagged then add_each(state, key, tagged) else add_each(state, tagged, key) end
+    end
+  end
+end
+
+-- Jobs that wait in a lane of P:awaiting, by level: their scores begin with it.
+local function num_awaiting(lane, level)
+  return redis.call('ZCOUNT', P .. ':awaiting:' .. lane, level * CLASS_STEP, '(' .. string.format('%.0f', (level + 1) * CLASS_STEP))
+end
+
+local function count_of_tenant()
+  local num_queued, keyed = redis.call('ZCARD', lists.key('queued', tenant)), redis.call('SMEMBERS', P .. ':keys:' .. tenant)
+  for level = 0, LEVELS - 1 do
+    local like = {level = level, tenant = tenant}
+    local num = redis.call('XLEN', queue_key(like)) + redis.call('ZCARD', requeued_key(like)) + num_awaiting(tenant, level)
+    for at = 1, math.min(#keyed, MAX_LOOKED / LEVELS) do num = num + num_awaiting(tenant .. ':' .. keyed[at], level) end
+    add('queued', level, num)
+    num_queued = num_queued - num
+    add('scheduled', level, redis.call('ZCARD', P .. ':delayed:' .. level .. ':' .. tenant))
+  end
+  add('queued', '', math.max(0, num_queued))
+  local running = lists.key('running', tenant)
+  local num_running = redis.call('ZCARD', running)
+  if num_running <= MAX_LOOKED then add_each('running', running) else add('running', '', num_running) end
+  for state in string.gmatch('succeeded failed cancelled expired dead', '%a+') do
+    add(state, '', redis.call('ZCARD', lists.key(state, tenant)))
+  end
+end
+
+if tag ~= '' then count_of_tag() else count_of_tenant() end
+local fields = tag ~= '' and redis.call('HGETALL', P .. ':tag_counts:' .. tenant .. ':' .. tag) or {}
+return {clock(), fields, unpack(rows)}
