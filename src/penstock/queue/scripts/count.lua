@@ -3,7 +3,7 @@
 -- Answer: {now, the fields of P:tag_counts of the tag, {state, level, jobs}, …}
 --   The rows are, of a tag, its running and scheduled jobs; of a tenant, all its jobs, where level '' stands for jobs of
 --   which only the state is counted. -1 jobs: too many others are in that state to look at each.
-local MAX_LOOKED, CLASS_STEP = 1000, 1e13
+local MAX_LOOKED, MAX_SCHEDULED, CLASS_STEP, AT_ONCE = 1000, 4000, 1e13, 500
 local tenant, tag = ARGV[1], ARGV[2]
 local rows = {}
 
@@ -11,29 +11,51 @@ local function add(state, level, num)
   if num ~= 0 then rows[#rows + 1] = {state, tostring(level), num} end
 end
 
+-- Calls `each` with the ids of a set that are also in the set `other`, if there is one.
+local function walk(key, other, each)
+  local ids = redis.call('ZRANGE', key, 0, -1)
+  for from = 1, #ids, AT_ONCE do
+    local till = math.min(#ids, from + AT_ONCE - 1)
+    local scores = other and redis.call('ZMSCORE', other, unpack(ids, from, till))
+    for at = from, till do
+      if not scores or scores[at - from + 1] then each(ids[at]) end
+    end
+  end
+end
+
 -- Adds the jobs of a set, by their levels, that are also in the set `other`, if there is one.
 local function add_each(state, key, other)
   local of_level = {}
-  for _, id in ipairs(redis.call('ZRANGE', key, 0, -1)) do
-    if not other or redis.call('ZSCORE', other, id) then
-      local level = redis.call('HGET', job_key(id), 'level') or '1'
-      of_level[level] = (of_level[level] or 0) + 1
-    end
-  end
+  walk(key, other, function(id)
+    local level = redis.call('HGET', job_key(id), 'level') or '1'
+    of_level[level] = (of_level[level] or 0) + 1
+  end)
   for level, num in pairs(of_level) do add(state, level, num) end
 end
 
 local function count_of_tag()
   local tagged = P .. ':tagged:' .. tenant .. ':' .. tag
   local num_tagged = redis.call('ZCARD', tagged)
-  for _, state in ipairs({'running', 'scheduled'}) do
-    local key = lists.key(state, tenant)
-    local num = redis.call('ZCARD', key)
-    if math.min(num, num_tagged) > MAX_LOOKED then
-      add(state, '', -1)
-    elseif num > 0 and num_tagged > 0 then
-      if num <= num_tagged then add_each(state, key, tagged) else add_each(state, tagged, key) end
+  if num_tagged == 0 then return end
+  local running, scheduled = lists.key('running', tenant), lists.key('scheduled', tenant)
+  local num_running, num_scheduled = redis.call('ZCARD', running), redis.call('ZCARD', scheduled)
+  if num_running <= MAX_LOOKED then
+    add_each('running', running, tagged)
+  elseif num_tagged <= MAX_LOOKED then
+    add_each('running', tagged, running)
+  else
+    add('running', '', -1)
+  end
+  if num_tagged <= math.min(num_scheduled, MAX_LOOKED) then
+    add_each('scheduled', tagged, scheduled)
+  elseif num_scheduled <= MAX_SCHEDULED then
+    for level = 0, LEVELS - 1 do
+      local num = 0
+      walk(P .. ':delayed:' .. level .. ':' .. tenant, tagged, function() num = num + 1 end)
+      add('scheduled', level, num)
     end
+  else
+    add('scheduled', '', -1)
   end
 end
 
