@@ -320,7 +320,7 @@ class AsyncClient:
 
     def flow(self, **options: Unpack[FlowOptions]) -> AsyncFlow:
         """Return a new flow: rows that wait for rows, and have their texts; see `AsyncFlow.add` and `FlowOptions`."""
-        return AsyncFlow(self.files, self.batches, {"tenant": self._tenant, **options})
+        return AsyncFlow(self.files, self.batches, self.schedules, {"tenant": self._tenant, **options})
 
     async def attach(
         self,
