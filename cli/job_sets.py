@@ -78,7 +78,7 @@ def line_of(counts: JobCounts) -> str:
 
 
 def export(
-    output: Annotated[str, typer.Argument(help="JSONL file for the results, one line a job.")],
+    output: Annotated[str, typer.Argument(help="JSONL file for the results, one line a job; or a file .parquet.")],
     tag: Annotated[str, typer.Option(help="Tag of the jobs.")],
     pool: SetPool = None,
     tenant: SetTenant = "default",
@@ -89,7 +89,8 @@ def export(
 ) -> None:
     """Write the results of a tag's jobs to OUTPUT while they end, and print how many.
 
-    A killed export goes on where it was: run the same command again. OUTPUT.cursor says how far the file is whole.
+    A killed export goes on where it was: run the same command again. OUTPUT.cursor says how far the file is whole. A
+    file .parquet is made at the end of OUTPUT.jsonl; it needs pyarrow.
     Rows of batches are not among the jobs: a batch has files of its own.
 
     Examples:

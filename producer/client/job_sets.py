@@ -11,6 +11,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job_actions import JobFilter, checked_tag
 from penstock.contract.job_counts import CountsOfPools, JobCounts, counts_of_batch
 from penstock.contract.output import Result
+from penstock.producer.client import parquet
 from penstock.producer.client.completions import CompletionFeed
 from penstock.producer.client.exports import ExportReport, SetExport
 from penstock.producer.client.servers import QueueServers
@@ -92,7 +93,8 @@ class JobSets:
         """Write the results of a tag's jobs to a JSONL file while they end, one line a job, and return how many.
 
         With `follow`, it waits until no job of the tag is open. A later call with the same file goes on where this one
-        was killed: PATH.cursor says where. Raises RequestError for a file of another set.
+        was killed: PATH.cursor says where. For a path that ends in `.parquet`, the lines come to PATH.jsonl, and the
+        Parquet file is made of them at the end. Raises RequestError for a file of another set, and without pyarrow.
         """
         owner, checked = tenant or self._tenant, checked_tag(tag)
         if checked is None:
@@ -101,8 +103,16 @@ class JobSets:
         async def is_over() -> bool:
             return not follow or not (await self.counts(tag=checked, pool=pool, tenant=owner)).num_open
 
-        export = SetExport(Path(path), owner, checked, pool)
-        return await export.run(self._feed, self._jobs.status, self._jobs.result, is_over)
+        target = Path(path)
+        is_table = target.suffix == parquet.SUFFIX
+        if is_table:
+            parquet.check_pyarrow()
+        lines = target.with_name(f"{target.name}.jsonl") if is_table else target
+        export = SetExport(lines, owner, checked, pool)
+        report = await export.run(self._feed, self._jobs.status, self._jobs.result, is_over)
+        if is_table:
+            await asyncio.to_thread(parquet.write_parquet, lines, target)
+        return report
 
 
 class SyncJobSets:

@@ -19,9 +19,9 @@ _KEEPING = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Unicod
 def longest_token(backend: Any, tokens: Sequence[str], token_bytes: Sequence[bytes], *, is_byte_level: bool) -> int:
     """Return the most bytes of a text that become one token; 0 if there is no bound, or none is known.
 
-    `tokens` are those of the vocabulary, and `token_bytes` the bytes for which they stand. There is no bound if a
-    normalizer or a step before the model drops characters, if an unknown token may stand for text of any length, or if
-    an added token takes the spaces beside it.
+    `tokens` are those of the vocabulary, and `token_bytes` the bytes for which they stand. There is no bound if a step
+    before the model drops characters, or if an added token takes the spaces beside it. Nor is there one without tokens
+    for all bytes: then an unknown token may stand for text of any length.
     """
     added = backend.get_added_tokens_decoder().values()
     shrinks = math.prod(map(_shrinks, _steps(backend.normalizer, "normalizers")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -89,4 +90,16 @@ def test_a_synchronous_client_has_the_same_sets(redis_url: str, tmp_path: Path) 
         assert client.sets.export(path, tag=TAG).num_jobs == 3
         assert [counts.num_ended for counts in client.sets.progress(tag=TAG, every_s=0.01)] == [3]
         assert client.sets.counts(tag=TAG).as_object()["states"] == {"succeeded": 3}
+        table = tmp_path / "out.parquet"
+        if importlib.util.find_spec("pyarrow") is None:
+            with pytest.raises(RequestError, match="penstock-llm\\[parquet\\]"):
+                client.sets.export(table, tag=TAG)
+        else:
+            assert client.sets.export(table, tag=TAG).num_jobs == 3
+            rows = importlib.import_module("pyarrow.parquet").read_table(table).to_pylist()
+            assert [row["id"] for row in rows] == [line["id"] for line in lines_of(path)]
+            assert {(row["state"], *row["tags"], row["completion_tokens"] > 0) for row in rows} == {
+                ("succeeded", TAG, True)
+            }
+            assert [row["text"] for row in rows] == [line["result"]["choices"][0]["text"] for line in lines_of(path)]
     assert all(line["result"]["choices"][0]["text"] and line["result"]["usage"] for line in lines_of(path))

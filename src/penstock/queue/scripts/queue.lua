@@ -1121,7 +1121,7 @@ do
       end
     end
 
-    -- Counts an ended job for its tags. `recent` is the ends since `begun`, each of which counts e times less after RATE_MS; `at`:
+    -- Counts an ended job for its tags. `recent`: the ends since `begun`, each of which counts e times less after RATE_MS. `at`:
     -- when the last one came.
     function made.count_ended(job, state, now)
       local RATE_MS, FEW = 60000, 0.05
