@@ -61,7 +61,8 @@ end
 
 -- Jobs that wait in a lane of P:awaiting, by level: their scores begin with it.
 local function num_awaiting(lane, level)
-  return redis.call('ZCOUNT', P .. ':awaiting:' .. lane, level * CLASS_STEP, '(' .. string.format('%.0f', (level + 1) * CLASS_STEP))
+  local behind = string.format('(%.0f', (level + 1) * CLASS_STEP)
+  return redis.call('ZCOUNT', P .. ':awaiting:' .. lane, level * CLASS_STEP, behind)
 end
 
 local function count_of_tenant()

@@ -955,8 +955,8 @@ local function note_lease_end(job, now, why)
 end
 
 -- Rare functions ---------------------------------------------------------------------------------
--- Keys, rates of background work, further attempts, and counts of tags. They are made at their first use, because a script pays for each
--- function that it makes.
+-- Keys, rates of background work, further attempts, and counts of tags. They are made at their first use, because a script
+-- pays for each function that it makes.
 do
   local made
 
@@ -1175,7 +1175,8 @@ do
     function made.submit_successor(old, successor, number, pause, now)
       local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
         'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
-        'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'custom', 'extra', 'submitted', 'accepted'}
+        'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'custom', 'extra', 'submitted',
+        'accepted'}
       local id, request = unpack(successor)
       local job, fields = {id = id}, {}
       for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
