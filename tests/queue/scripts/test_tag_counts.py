@@ -64,6 +64,8 @@ async def test_counts_are_those_of_the_lists_after_random_steps(queue: Queue, se
                 fields: dict[str, Any] = {"priority": draw.choice(list(Priority)), "background": draw.random() < 0.5}
                 delay = {"not_before_ms": 60_000} if draw.random() < 0.3 else {}
                 tags = draw.choice(((TAG,), ("other", TAG), ()))
+                if draw.random() < 0.3:
+                    fields |= {"concurrency_key": draw.choice("kl"), "max_concurrency": 1}
                 await queue.submit(tags=tags, custom_id=draw.choice((None, "a")), **fields, **delay)
             case "take":
                 await node.take(slots=1)

@@ -3,7 +3,7 @@
 -- Answer: {now, the fields of P:tag_counts of the tag, {state, level, jobs}, …}
 --   The rows are, of a tag, its running and scheduled jobs; of a tenant, all its jobs, where level '' stands for jobs of
 --   which only the state is counted. -1 jobs: too many others are in that state to look at each.
-local MAX_LOOKED, MAX_SCHEDULED, CLASS_STEP, AT_ONCE = 1000, 4000, 1e13, 500
+local MAX_LOOKED, MAX_SCHEDULED, MAX_KEYS, CLASS_STEP, AT_ONCE = 1000, 4000, 150, 1e13, 500
 local tenant, tag = ARGV[1], ARGV[2]
 local rows = {}
 
@@ -66,11 +66,12 @@ local function num_awaiting(lane, level)
 end
 
 local function count_of_tenant()
-  local num_queued, keyed = redis.call('ZCARD', lists.key('queued', tenant)), redis.call('SMEMBERS', P .. ':keys:' .. tenant)
+  local num_queued = redis.call('ZCARD', lists.key('queued', tenant))
+  local keyed = redis.call('SRANDMEMBER', P .. ':keys:' .. tenant, MAX_KEYS)
   for level = 0, LEVELS - 1 do
     local like = {level = level, tenant = tenant}
     local num = redis.call('XLEN', queue_key(like)) + redis.call('ZCARD', requeued_key(like)) + num_awaiting(tenant, level)
-    for at = 1, math.min(#keyed, MAX_LOOKED / LEVELS) do num = num + num_awaiting(tenant .. ':' .. keyed[at], level) end
+    for _, key in ipairs(keyed) do num = num + num_awaiting(tenant .. ':' .. key, level) end
     add('queued', level, num)
     num_queued = num_queued - num
     add('scheduled', level, redis.call('ZCARD', P .. ':delayed:' .. level .. ':' .. tenant))

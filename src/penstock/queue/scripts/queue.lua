@@ -1492,7 +1492,8 @@ do
 
   local function note_completion(job, config, now, state)
     local key = P .. ':ended:' .. job.tenant
-    local tags = string.gsub(job.tags, ' ?#%S+', '')
+    local tags = job.tags
+    if tags ~= '' then tags = string.gsub(tags, ' ?#%S+', '') end
     local entry = string.match(job.id, '[^.]*$') .. ' ' .. state .. (tags ~= '' and ' ' .. tags or '')
     if redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', '~', MAX_ENDED, '*', 'j', entry) then return end
     local last = redis.call('HGET', P .. ':ended_before', job.tenant) or '0-0'
