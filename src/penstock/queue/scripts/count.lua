@@ -7,7 +7,7 @@ local MAX_LOOKED, MAX_SCHEDULED, MAX_KEYS, CLASS_STEP, AT_ONCE = 1000, 4000, 150
 local tenant, tag = ARGV[1], ARGV[2]
 local rows = {}
 
-local function add(state, level, num)
+local function add_row(state, level, num)
   if num ~= 0 then rows[#rows + 1] = {state, tostring(level), num} end
 end
 
@@ -30,7 +30,7 @@ local function add_each(state, key, other)
     local level = redis.call('HGET', job_key(id), 'level') or '1'
     of_level[level] = (of_level[level] or 0) + 1
   end)
-  for level, num in pairs(of_level) do add(state, level, num) end
+  for level, num in pairs(of_level) do add_row(state, level, num) end
 end
 
 local function count_of_tag()
@@ -44,7 +44,7 @@ local function count_of_tag()
   elseif num_tagged <= MAX_LOOKED then
     add_each('running', tagged, running)
   else
-    add('running', '', -1)
+    add_row('running', '', -1)
   end
   if num_tagged <= math.min(num_scheduled, MAX_LOOKED) then
     add_each('scheduled', tagged, scheduled)
@@ -52,10 +52,10 @@ local function count_of_tag()
     for level = 0, LEVELS - 1 do
       local num = 0
       walk(P .. ':delayed:' .. level .. ':' .. tenant, tagged, function() num = num + 1 end)
-      add('scheduled', level, num)
+      add_row('scheduled', level, num)
     end
   else
-    add('scheduled', '', -1)
+    add_row('scheduled', '', -1)
   end
 end
 
@@ -72,16 +72,16 @@ local function count_of_tenant()
     local like = {level = level, tenant = tenant}
     local num = redis.call('XLEN', queue_key(like)) + redis.call('ZCARD', requeued_key(like)) + num_awaiting(tenant, level)
     for _, key in ipairs(keyed) do num = num + num_awaiting(tenant .. ':' .. key, level) end
-    add('queued', level, num)
+    add_row('queued', level, num)
     num_queued = num_queued - num
-    add('scheduled', level, redis.call('ZCARD', P .. ':delayed:' .. level .. ':' .. tenant))
+    add_row('scheduled', level, redis.call('ZCARD', P .. ':delayed:' .. level .. ':' .. tenant))
   end
-  add('queued', '', math.max(0, num_queued))
+  add_row('queued', '', math.max(0, num_queued))
   local running = lists.key('running', tenant)
   local num_running = redis.call('ZCARD', running)
-  if num_running <= MAX_LOOKED then add_each('running', running) else add('running', '', num_running) end
+  if num_running <= MAX_LOOKED then add_each('running', running) else add_row('running', '', num_running) end
   for state in string.gmatch('succeeded failed cancelled expired dead', '%a+') do
-    add(state, '', redis.call('ZCARD', lists.key(state, tenant)))
+    add_row(state, '', redis.call('ZCARD', lists.key(state, tenant)))
   end
 end
 

@@ -1110,25 +1110,26 @@ do
       note_due(job)
     end
 
-    local function counts_key(tenant, tag) return P .. ':tag_counts:' .. tenant .. ':' .. tag end
+    -- `tag`: `<tenant>:<tag>`.
+    local function counts_key(tag) return P .. ':tag_counts:' .. tag end
     local function is_custom(tag) return string.sub(tag, 1, 1) == '#' end
 
     -- Counts a tenant's jobs of these tags, as long as one of these is listed: `<level>`, those that were accepted, and
     -- `<state>:<level>`, those that have ended.
     function made.count_tags(tenant, tags, field, by)
       for tag in string.gmatch(tags, '%S+') do
-        if not is_custom(tag) then redis.call('HINCRBY', counts_key(tenant, tag), field, by) end
+        if not is_custom(tag) then redis.call('HINCRBY', counts_key(tenant .. ':' .. tag), field, by) end
       end
     end
 
     -- Counts an ended job for its tags. `recent`: the ends since `begun`, each of which counts e times less after RATE_MS. `at`:
     -- when the last one came.
-    function made.count_ended(job, state, now)
+    function made.end_tags(job, state, now)
       local RATE_MS, FEW = 60000, 0.05
       made.count_tags(job.tenant, job.tags, state .. ':' .. job.level, 1)
       for tag in string.gmatch(job.tags, '%S+') do
         if not is_custom(tag) then
-          local key = counts_key(job.tenant, tag)
+          local key = counts_key(job.tenant .. ':' .. tag)
           local begun, at, recent = unpack(redis.call('HMGET', key, 'begun', 'at', 'recent'))
           recent = finite(recent) * math.exp(math.min(0, finite(at) - now) / RATE_MS)
           -- An end after a long pause begins anew, and does not count itself.
@@ -1143,7 +1144,7 @@ do
       for tag in string.gmatch(tags, '%S+') do
         local key = P .. ':tagged:' .. tenant .. ':' .. tag
         redis.call('ZREM', key, id)
-        if redis.call('EXISTS', key) == 0 then redis.call('DEL', counts_key(tenant, tag)) end
+        if redis.call('EXISTS', key) == 0 then redis.call('DEL', counts_key(tenant .. ':' .. tag)) end
       end
     end
 
@@ -1601,7 +1602,7 @@ do
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     if job.webhooks ~= '' then note_webhooks(job, state) end
     if job.extra ~= '' then rare().give_up(job, now) end
-    if job.tags ~= '' then rare().count_ended(job, state, now) end
+    if job.tags ~= '' then rare().end_tags(job, state, now) end
     if job.stopped_by ~= '' then note_stopped(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
