@@ -31,12 +31,12 @@ def longest_token(backend: Any, tokens: Sequence[str], token_bytes: Sequence[byt
         return 0
     if is_byte_level:
         known = {one[0] for one in token_bytes if len(one) == 1}
-        lengths = map(len, token_bytes)
+        lengths = [len(one) for one in token_bytes]
     else:
         of_bytes = {f"<0x{byte:02X}>": byte for byte in range(256)} if _falls_back(backend) else {}
         known = {of_bytes[token] for token in tokens if token in of_bytes}
         # A text may also have the mark that stands for a space, of 3 bytes.
-        lengths = (len(token.encode()) for token in tokens)
+        lengths = [len(token.encode()) for token in tokens]
     if not known >= _UTF8_BYTES:
         return 0
     return shrinks * max(*lengths, *(len(token.content.encode()) for token in added), 1)

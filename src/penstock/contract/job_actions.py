@@ -69,7 +69,7 @@ def checked_custom_id(custom_id: Any) -> str | None:
     """Return a custom_id. Raises RequestError if no job can have it."""
     if custom_id is not None and not (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS):
         raise RequestError(f"custom_id: must have 1 to {MAX_CUSTOM_ID_CHARS} characters", param="custom_id")
-    return cast("str | None", custom_id)
+    return custom_id
 
 
 def checked_metadata(metadata: Any) -> dict[str, str]:
