@@ -86,8 +86,8 @@ class AsyncClient:
         self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
         self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
-        parts = self.served_pool, self.webhooks, servers.clock.now_s
-        self.schedules = Schedules(*directory_connection, *parts, tenant, self._terms)
+        find, clock = self.served_pool, servers.clock.now_s
+        self.schedules = Schedules(*directory_connection, find, self.webhooks, clock, tenant, self._terms)
         self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
         self.sets = JobSets(servers, self.feed, self.batches, self, tenant)
 

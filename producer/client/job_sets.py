@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
@@ -121,7 +121,7 @@ class SyncJobSets:
     def __init__(
         self,
         sets: JobSets,
-        call: Callable[[Awaitable[Any]], Any],
+        call: Callable[..., Any],
         pulled: Callable[[AsyncGenerator[JobCounts, None]], Generator[JobCounts, None, None]],
     ) -> None:
         self._sets = sets
