@@ -37,7 +37,7 @@ class JobCounts:
     rate_per_s: float | None = None
     """Ends per second in the last minutes, of a tag or a batch; None if none is known."""
     is_partial: bool = False
-    """Whether the tenant has so many running (1,000) or scheduled (4,000) jobs that the tag's count as queued."""
+    """Whether the tenant has more than 1,000 running or scheduled jobs, so that the tag's count as queued."""
 
     @property
     def total(self) -> int:

@@ -3,7 +3,7 @@
 -- Answer: {now, the fields of P:tag_counts of the tag, {state, level, jobs}, …}
 --   The rows are, of a tag, its running and scheduled jobs; of a tenant, all its jobs, where level '' stands for jobs of
 --   which only the state is counted. -1 jobs: too many others are in that state to look at each.
-local MAX_LOOKED, MAX_SCHEDULED, MAX_KEYS, CLASS_STEP, AT_ONCE = 1000, 4000, 150, 1e13, 500
+local MAX_LOOKED, MAX_SCHEDULED, MAX_KEYS, CLASS_STEP, AT_ONCE = 1000, 1000, 150, 1e13, 500
 local tenant, tag = ARGV[1], ARGV[2]
 local rows = {}
 
