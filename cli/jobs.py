@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sys
 import time
-import unicodedata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from penstock.cli.command_line import App
+from penstock.cli.job_sets import export, progress
+from penstock.cli.job_table import JobTable
 from penstock.cli.options import SPAN, TIME_HELP, RedisUrl, seconds_of_text, unix_s_of
-from penstock.cli.output import (
-    AsJson,
-    JsonArray,
-    confirm,
-    duration_in_words,
-    print_object,
-    say_empty,
-    write_line,
-    write_text,
-)
-from penstock.contract.errors import NotFoundError, UnavailableError
+from penstock.cli.output import AsJson, JsonArray, confirm, print_object, say_empty, write_line, write_text
+from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.runtime.settings import pool_urls, redis_url_of
 
 if TYPE_CHECKING:
@@ -52,6 +42,14 @@ ListedKind = Annotated[
 ]
 ListedTag = Annotated[str | None, typer.Option(help="Tag of the jobs.")]
 Since = Annotated[str | None, typer.Option(help=f"Only jobs submitted from this time on. {TIME_HELP}")]
+CustomId = Annotated[str | None, typer.Option(help="custom_id of the jobs.")]
+Members = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=TEXT",
+        help="Member of the jobs' metadata. Repeat it for several. It also needs --tag, --custom-id or --since.",
+    ),
+]
 Until = Annotated[str | None, typer.Option(help=f"Only jobs submitted before this time. {TIME_HELP}")]
 
 
@@ -61,9 +59,18 @@ def _filter_of(
     """Return the filter that the options of a command name. `now_s`: from which ages count. Raises RequestError."""
     from penstock.contract.job_actions import JobFilter
 
+    given["metadata"] = _members_of(given.get("metadata"))
     begin_s, end_s = unix_s_of(since, "since", now_s), unix_s_of(until, "until", now_s)
     times = {"submitted_after": begin_s, "submitted_before": end_s}
     return JobFilter.of({**given, "state": state or None, **times}, tenant=tenant)
+
+
+def _members_of(given: list[str] | None) -> dict[str, str] | None:
+    """Return the members that options name as `NAME=TEXT`. Raises RequestError."""
+    for one in given or ():
+        if "=" not in one:
+            raise RequestError(f"metadata: must be NAME=TEXT, not {one[:64]!r}", param="metadata")
+    return {name: text for name, _, text in (one.partition("=") for one in given or ())} or None
 
 
 def _states(incomplete: str) -> list[str]:
@@ -93,6 +100,8 @@ def list_jobs(
     priority: ListedClass = None,
     background: ListedKind = None,
     tag: ListedTag = None,
+    custom_id: CustomId = None,
+    metadata: Members = None,
     since: Since = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most jobs, newest first.")] = 20,
@@ -111,6 +120,7 @@ def list_jobs(
 
         given: dict[str, Any] = {"tenant": tenant, "state": state, "since": since, "until": until, "pool": pool}
         given |= {"priority": priority, "background": background, "tag": tag}
+        given |= {"custom_id": custom_id, "metadata": metadata}
         _filter_of(time.time(), **given)  # A wrong option is refused before Redis is asked for its time.
         async with _pages(redis_url, pool) as (page_of, now_ms):
             wanted = _filter_of(now_ms / 1000, **given)
@@ -264,6 +274,8 @@ def bulk(
     priority: ListedClass = None,
     background: ListedKind = None,
     tag: ListedTag = None,
+    custom_id: CustomId = None,
+    metadata: Members = None,
     since: Since = None,
     until: Until = None,
     not_before: Annotated[
@@ -295,7 +307,7 @@ def bulk(
 
     change = JobChange(action, not_before, checked_class(to_priority), to_background)
     given: dict[str, Any] = {"tenant": tenant, "state": state, "since": since, "until": until, "pool": pool}
-    given |= {"priority": priority, "background": background, "tag": tag}
+    given |= {"priority": priority, "background": background, "tag": tag, "custom_id": custom_id, "metadata": metadata}
     of_here = _filter_of(time.time(), **given)
 
     async def work(*, is_dry: bool) -> dict[str, Any]:
@@ -382,69 +394,12 @@ def watch(
     asyncio.run(follow())
 
 
+app.command()(progress)
+app.command()(export)
+
+
 async def _cancel(client: AsyncClient, job_id: str, tenant: str) -> str:
     return await client.cancel(job_id, tenant=tenant)
-
-
-class JobTable:
-    """The table of `penstock jobs list`, as wide as the terminal, at least 79 columns. Its ids are without the pool."""
-
-    _ROW = "{:10} {:16} {:>5} {:>5} {:>6} {:>4} {:>4} "
-    _MODEL_CHARS = 16
-    _WIDE = "{:11} {:9} {:36} "
-    _TENANT_CHARS = 9
-
-    def __init__(self, *, is_wide: bool = False) -> None:
-        self._now_ms, self._is_wide = 0, is_wide
-        self._num_columns = max(79, shutil.get_terminal_size().columns)
-        self.is_empty = True
-
-    def begin(self, now_ms: int) -> Callable[[JobStatus], None]:
-        """Count ages from `now_ms` by the clock of Redis, which records have. Return `add`."""
-        self._now_ms = now_ms
-        return self.add
-
-    def add(self, status: JobStatus) -> None:
-        """Print the row of a job, and before the first one the heads of the columns."""
-        if self.is_empty:
-            heads = ("STATE", "MODEL", "IN", "OUT", "WAITED", "TOOK", "AGE")
-            self._print(heads, ("CLASS", "TENANT", "ID"), "FIRST WORDS")
-        self.is_empty = False
-        ledger, usage = status.ledger, status.ledger.usage
-        pool, _, uuid = status.job_id.rpartition(".")
-        self._print(
-            (
-                status.state,
-                _cut(status.model or pool, self._MODEL_CHARS),
-                *(("", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens)),
-                _span(ledger.queued_ms, ledger.taken_ms),
-                _span(ledger.queued_ms, ledger.finished_ms),
-                duration_in_words(max(0, self._now_ms - status.accepted_ms)),
-            ),
-            (status.priority.label, _cut(status.tenant, self._TENANT_CHARS), uuid),
-            status.first_words,
-        )
-
-    def _print(self, cells: tuple[object, ...], wide_cells: tuple[str, ...], words: str) -> None:
-        row = self._ROW.format(*cells) + (self._WIDE.format(*wide_cells) if self._is_wide else "")
-        room = 2 * len(words) if self._is_wide else self._num_columns - len(row)
-        write_line((row + _cut(words, room)).rstrip())
-
-
-def _cut(text: str, columns: int) -> str:
-    """Return what fits of a text into so many columns of a terminal. A character of East Asia may take two."""
-    ends = list(accumulate(1 + (unicodedata.east_asian_width(char) in "WF") for char in text))
-    if not ends or ends[-1] <= columns:
-        return text
-    return f"{text[: sum(end < columns for end in ends)]}…"
-
-
-def _span(begun_ms: int, ended_ms: int) -> str:
-    """Return the time between two moments in 4 characters; nothing for a moment that has not come."""
-    if not ended_ms:
-        return ""
-    span_ms = max(0, ended_ms - begun_ms)
-    return f"{span_ms / 1000:.1f}s" if span_ms < 9_950 else duration_in_words(span_ms)
 
 
 @asynccontextmanager

@@ -88,7 +88,9 @@ def create(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of the answer.")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="Tag of the jobs. Repeat it for several, up to 3.")] = None,
     batch: Annotated[str | None, typer.Option(help="Id of a stored file: each run starts a batch over it.")] = None,
-    endpoint: Annotated[str, typer.Option(help="Endpoint of the rows of the batch.")] = "/v1/chat/completions",
+    endpoint: Annotated[
+        str, typer.Option(help="Endpoint of the rows of the batch; flow: a flow.")
+    ] = "/v1/chat/completions",
     name: Annotated[str, typer.Option(help="Your name of the schedule.")] = "",
     missed: Annotated[
         Literal["skip", "one", "all"], typer.Option(help="Which runs start whose time passed while no gateway ran.")
@@ -106,6 +108,7 @@ def create(
         penstock schedules create "Report." --cron "0 3 * * *" --zone Europe/Berlin
         penstock schedules create "Say hello." --every 3600 --overlap wait
         penstock schedules create --batch FILE_ID --cron "0 22 * * 5"
+        penstock schedules create --batch FILE_ID --endpoint flow --every 3600
     """
     if (prompt is None) == (batch is None):
         raise RequestError("prompt: give either a prompt or --batch", param="prompt")

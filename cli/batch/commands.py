@@ -192,6 +192,12 @@ def submit(
     retry_of: Annotated[
         str | None, typer.Option(help="Error file of an earlier batch: submit only the rows that it lists.")
     ] = None,
+    max_attempts: Annotated[
+        int | None, typer.Option(min=1, max=8, help="How often each row is tried. Default: the pool's setting.")
+    ] = None,
+    retry_backoff: Annotated[
+        float | None, typer.Option(min=0, max=3600, metavar="SECONDS", help="Mean pause before a row's second attempt.")
+    ] = None,
     idempotency_key: Annotated[
         str | None, typer.Option(help="A repeated command with this key, within a day, makes no second batch.")
     ] = None,
@@ -210,18 +216,21 @@ def submit(
     """
     key = idempotency_key or uuid.uuid4().hex
     given = dict(_pair(one) for one in metadata or ())
+    asked = {"max_attempts": max_attempts, "retry_backoff_s": retry_backoff}
+    retries = {option: value for option, value in asked.items() if value is not None}
     name = "stdin.jsonl" if input == "-" else Path(input).name
     with Server(base_url, api_key) as server, prepared(input, model, retry_of) as (path, endpoint):
         if endpoint == MESSAGES_ENDPOINT:
-            if completion_window != DEFAULT_WINDOW or given:
-                param = "metadata" if given else "completion_window"
-                message = f"{param}: a message batch has {DEFAULT_WINDOW} for its requests, and no metadata"
+            wrong = {"metadata": bool(given), "completion_window": completion_window != DEFAULT_WINDOW}
+            wrong |= dict.fromkeys(retries, True)
+            if param := next((option for option, is_wrong in wrong.items() if is_wrong), None):
+                message = f"{param}: a message batch has {DEFAULT_WINDOW} for its requests, no metadata and no retries"
                 raise RequestError(message, param=param)
             write_line(server.create_of_messages(path, key=key))
             return
         body: dict[str, Any] = {"endpoint": endpoint, "completion_window": completion_window}
         body["input_file_id"] = server.upload(path, name, key=key)
-        write_line(server.create(body | ({"metadata": given} if given else {}), key=key)["id"])
+        write_line(server.create(body | ({"metadata": given} if given else {}) | retries, key=key)["id"])
 
 
 @app.command("list")

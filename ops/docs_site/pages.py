@@ -38,6 +38,7 @@ NAV: Nav = {
         "Stream tokens from Redis": "docs/howto/redis_channels.md",
         "Serve many LoRA adapters": "docs/howto/lora_fleet.md",
         "Move from vLLM or Ollama": "docs/howto/moving.md",
+        "Move from another queue": "docs/howto/from_queues.md",
         "Examples": "examples/index.md",
         "Limits": "docs/LIMITS.md",
     },

@@ -25,6 +25,7 @@ from penstock.producer.client.completions import CompletionFeed, as_completed, c
 from penstock.producer.client.control import DeadLetterBox, JobControl
 from penstock.producer.client.flows import AsyncFlow, FlowOptions
 from penstock.producer.client.job import AsyncJob, JobSource
+from penstock.producer.client.job_sets import JobSets
 from penstock.producer.client.kept import KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, SubmitRequest, checked, submit_all
 from penstock.producer.client.own_check import CheckedSubmission
@@ -61,8 +62,8 @@ class AsyncClient:
                 print(chunk.text, end="")
 
     `redis_url` defaults to $PENSTOCK_REDIS_URL, else to the Redis of this user's `penstock serve`. `tenant` owns the
-    jobs that name no other tenant. `pools`: the URL of each pool that has a Redis of its own; by default
-    $PENSTOCK_POOLS. One client serves a whole process, and belongs to one event loop.
+    jobs that name no other tenant. `pools`: the URL of each pool with a Redis of its own, by default $PENSTOCK_POOLS.
+    One client serves a whole process, and belongs to one event loop.
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class AsyncClient:
         settings: ClientSettings | None = None,
         pools: Mapping[str, str] | None = None,
     ) -> None:
-        url, settings = redis_url_of(redis_url), settings or ClientSettings.load()
+        settings = settings or ClientSettings.load()
         self.stats, self._kept = ClientStats(), KeptSubmissions(settings.max_kept_mib << 20)
-        urls = pool_urls() if pools is None else pools
-        self.servers = servers = QueueServers(url, urls, settings, self.stats, self._kept)
+        urls = redis_url_of(redis_url), pool_urls() if pools is None else pools
+        self.servers = servers = QueueServers(*urls, settings, self.stats, self._kept)
         terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._tenant, self._terms, self._settings = tenant, terms, settings
         directory_connection = servers.directory.redis, servers.directory.patience
-        self.runs = Runs(self.ack, settings.outage_s)
+        self.runs, self.dead = Runs(self.ack, settings.outage_s), DeadLetterBox(servers, self.submit)
         self._texts = TextCalls(self.runs, self.submit, self.served_pool)
-        self.dead = DeadLetterBox(servers, self.submit)
         self.webhooks = Webhooks(*directory_connection, tenant, is_away=lambda: servers.has_no_directory)
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
         self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
         find, clock = self.served_pool, servers.clock.now_s
         self.schedules = Schedules(*directory_connection, find, self.webhooks, clock, tenant, self._terms)
         self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
+        self.sets = JobSets(servers, self.feed, self.batches, self, tenant)
 
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
@@ -319,7 +320,7 @@ class AsyncClient:
 
     def flow(self, **options: Unpack[FlowOptions]) -> AsyncFlow:
         """Return a new flow: rows that wait for rows, and have their texts; see `AsyncFlow.add` and `FlowOptions`."""
-        return AsyncFlow(self.files, self.batches, {"tenant": self._tenant, **options})
+        return AsyncFlow(self.files, self.batches, self.schedules, {"tenant": self._tenant, **options})
 
     async def attach(
         self,

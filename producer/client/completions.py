@@ -106,7 +106,7 @@ class CompletionFeed:
         async for page in self.pages(cursor, tag):
             for event in page.events:
                 if isinstance(event.item, CompletionGap):
-                    async for missed in self._missed(cursor.tenant, event.item):
+                    async for missed in self.missed(cursor.tenant, event.item):
                         is_edge = missed.finished_ms >= event.item.until_ms - _EDGE_MS
                         if _has_tag(missed, tag) and known.is_new(missed.job_id, keeps_all=is_edge):
                             yield cursor, missed
@@ -114,7 +114,7 @@ class CompletionFeed:
                     yield event.cursor, event.item
                 cursor = event.cursor
 
-    async def _missed(self, tenant: str, gap: CompletionGap) -> AsyncGenerator[Completion, None]:
+    async def missed(self, tenant: str, gap: CompletionGap) -> AsyncGenerator[Completion, None]:
         """Yield the completions of a gap that the job list still has."""
         facts = {"pool": gap.pool, "tenant": tenant, "reason": gap.reason, "from_ms": gap.from_ms}
         _LOG.info("completions are read from the job list", extra=facts)

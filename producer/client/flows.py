@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from penstock.contract.errors import JobFailedError, RequestError, ResultTimeoutError
 from penstock.contract.priority import ClassName
+from penstock.contract.retries import MAX_ATTEMPTS, MAX_RETRY_BACKOFF_S
+from penstock.contract.schedule import Schedule
 from penstock.producer.client.job import AsyncJob
+from penstock.producer.client.schedules import Schedules, WhenOptions
 from penstock.producer.files.service import Files
 from penstock.producer.files.storage import FilesSettings, Storage
 from penstock.producer.flows.graph import FlowGraph
@@ -19,7 +22,7 @@ from penstock.producer.flows.marks import answer_text
 from penstock.producer.flows.rows import OnFailure
 from penstock.queue.files.batch import FLOW_ENDPOINT, BatchRecord, BatchSpec, new_batch_id, window_s
 from penstock.queue.files.batch_records import BatchRecords
-from penstock.queue.files.file_records import BATCH, FileRecords
+from penstock.queue.files.file_records import BATCH, MAX_LIFE_S, FileRecords
 from penstock.runtime.local_redis import running_files
 from penstock.runtime.settings import RedisSettings
 
@@ -55,6 +58,10 @@ class FlowOptions(TypedDict, total=False):
     """Where the gateways store files; by default $PENSTOCK_FILES_URL, else as this user's `penstock serve`."""
     tenant: str | None
     """Whose flow it is; by default the client's."""
+    max_attempts: int | None
+    """How often each row is tried that says nothing of its own, 1 to 8; by default as the pool says."""
+    retry_backoff_s: float | None
+    """The mean pause before a row's second attempt, in seconds."""
 
 
 class AsyncFlow:
@@ -71,7 +78,7 @@ class AsyncFlow:
     A flow is a batch: gateways run it, and it goes on if this process ends.
     """
 
-    def __init__(self, records: FileRecords, batches: BatchRecords, options: FlowOptions) -> None:
+    def __init__(self, records: FileRecords, batches: BatchRecords, schedules: Schedules, options: FlowOptions) -> None:
         self._completion_window = options.get("completion_window", "24h")
         window_s(self._completion_window)
         self._settings = FilesSettings.load(url=options.get("files_url"))
@@ -79,6 +86,13 @@ class AsyncFlow:
             self._settings = FilesSettings.load(url=noted)
         self._records = records
         self._batches = batches
+        self._schedules = schedules
+        self._max_attempts, self._retry_backoff_s = options.get("max_attempts"), options.get("retry_backoff_s")
+        if not (self._max_attempts is None or 1 <= self._max_attempts <= MAX_ATTEMPTS):
+            raise RequestError(f"max_attempts must be from 1 to {MAX_ATTEMPTS}", param="max_attempts")
+        if not (self._retry_backoff_s is None or 0 <= self._retry_backoff_s <= MAX_RETRY_BACKOFF_S):
+            message = f"retry_backoff_s must be from 0 to {MAX_RETRY_BACKOFF_S} seconds"
+            raise RequestError(message, param="retry_backoff_s")
         self._tenant = options.get("tenant") or DEFAULT_TENANT
         self._metadata = dict(options.get("metadata") or {}) or None
         self._graph = FlowGraph()
@@ -133,20 +147,16 @@ class AsyncFlow:
         A repeated call with the same rows and key, within a day, makes no second flow. Raises RequestError for a cycle
         or an unknown parent, and UnavailableError without the storage of files that the gateways have.
         """
-        if not self._lines:
-            raise RequestError("the flow has no rows", code="empty_file")
-        for wrong, _ in self._graph.problems():
-            raise wrong
-        files = Files(self._settings, self._records)
-        try:
-            content = b"".join(self._lines)
-            async with await files.begin(self._tenant, len(content)) as upload:
-                await upload.write(content)
-                key = None if idempotency_key is None else f"flow {idempotency_key}"
-                file_id = await upload.save("flow.jsonl", BATCH, self._settings.retention_ms, idempotency_key=key)
-        finally:
-            files.close()
-        spec = BatchSpec(file_id, FLOW_ENDPOINT, self._completion_window, self._metadata)
+        key = None if idempotency_key is None else f"flow {idempotency_key}"
+        file_id = await self._stored(self._settings.retention_ms, key)
+        spec = BatchSpec(
+            file_id,
+            FLOW_ENDPOINT,
+            self._completion_window,
+            self._metadata,
+            max_attempts=self._max_attempts,
+            retry_backoff_s=self._retry_backoff_s,
+        )
         self.id = await self._batches.create(
             new_batch_id(),
             self._tenant,
@@ -156,6 +166,39 @@ class AsyncFlow:
             key=idempotency_key,
         )
         return self.id
+
+    async def schedule(self, **when: Unpack[WhenOptions]) -> Schedule:
+        """Store the rows, and let gateways start a flow of them at times that come again. `when`: `WhenOptions`.
+
+        `client.schedules` has the schedule; its rows stay stored for ten years. Raises what `submit` and
+        `Schedules.create` raise.
+        """
+        self._schedules.timing_of(when)
+        file_id = await self._stored(1000 * MAX_LIFE_S, None)
+        return await self._schedules.create_batch(
+            file_id,
+            FLOW_ENDPOINT,
+            completion_window=self._completion_window,
+            metadata=self._metadata,
+            max_attempts=self._max_attempts,
+            retry_backoff_s=self._retry_backoff_s,
+            tenant=self._tenant,
+            **when,
+        )
+
+    async def _stored(self, life_ms: int, idempotency_key: str | None) -> str:
+        """Store the rows, and return the id of their file. Raises what `submit` raises."""
+        if not self._lines:
+            raise RequestError("the flow has no rows", code="empty_file")
+        for wrong, _ in self._graph.problems():
+            raise wrong
+        files, content = Files(self._settings, self._records), b"".join(self._lines)
+        try:
+            async with await files.begin(self._tenant, len(content)) as upload:
+                await upload.write(content)
+                return await upload.save("flow.jsonl", BATCH, life_ms, idempotency_key=idempotency_key)
+        finally:
+            files.close()
 
     async def status(self) -> BatchRecord:
         """Return the record of its batch: its state and its counts."""
@@ -247,6 +290,11 @@ class Flow:
         """Store the rows, and let gateways run them; see `AsyncFlow.submit`."""
         submitted: str = self._call(self._flow.submit(idempotency_key=idempotency_key))
         return submitted
+
+    def schedule(self, **when: Unpack[WhenOptions]) -> Schedule:
+        """Let gateways start a flow of the rows at times that come again; see `AsyncFlow.schedule`."""
+        made: Schedule = self._call(self._flow.schedule(**when))
+        return made
 
     def status(self) -> BatchRecord:
         """Return the record of its batch: its state and its counts."""

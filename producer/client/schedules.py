@@ -123,9 +123,7 @@ class Schedules:
         no reader waits for it. Raises RequestError that names the wrong argument, and what `submit` raises.
         """
         of_schedule = _of_schedule(options)
-        owner, now_ms = options.get("tenant") or self._tenant, self._now_ms()
-        timing = timing_of(of_schedule, now_ms)
-        check_timing(timing, now_ms)
+        owner, timing = options.get("tenant") or self._tenant, self.timing_of(of_schedule)
         for one in _OF_ONE_JOB:
             if options.get(one) is not None:
                 raise RequestError(f"{one}: a schedule cannot give this to each of its jobs", param=one)
@@ -162,19 +160,27 @@ class Schedules:
         *,
         completion_window: str = "24h",
         metadata: Mapping[str, str] | None = None,
+        max_attempts: int | None = None,
+        retry_backoff_s: float | None = None,
         tenant: str | None = None,
         **when: Unpack[WhenOptions],
     ) -> Schedule:
-        """Start a batch over a stored file at times that come again; see `create`."""
-        now_ms = self._now_ms()
-        timing = timing_of(when, now_ms)
-        check_timing(timing, now_ms)
+        """Start a batch over a stored file at times that come again; see `create`. With the endpoint `flow`, a flow."""
+        timing = self.timing_of(when)
         fields = {"input_file_id": input_file_id, "endpoint": endpoint, "completion_window": completion_window}
+        rest = {"metadata": metadata, "max_attempts": max_attempts, "retry_backoff_s": retry_backoff_s}
         try:
-            action = ScheduledBatch.model_validate({**fields, "metadata": metadata, "key_id": when.get("key_id", "")})
+            action = ScheduledBatch.model_validate({**fields, **rest, "key_id": when.get("key_id", "")})
         except ValidationError as error:
             raise request_error(error) from None
         return await self._create(action, timing, tenant or self._tenant, when)
+
+    def timing_of(self, when: WhenOptions) -> Timing:
+        """Return when a schedule is due. Raises RequestError that names the wrong argument."""
+        now_ms = self._now_ms()
+        timing = timing_of(when, now_ms)
+        check_timing(timing, now_ms)
+        return timing
 
     async def all(self, *, tenant: str | None = None) -> list[Schedule]:
         """Return all schedules, oldest first."""

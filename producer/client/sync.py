@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -23,6 +24,7 @@ from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.control import JobControl
 from penstock.producer.client.flows import Flow, FlowOptions
 from penstock.producer.client.job import AsyncJob
+from penstock.producer.client.job_sets import SyncJobSets
 from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, SubmitRequest, checked
 from penstock.producer.client.request import Prompt, check_streamable
@@ -95,6 +97,7 @@ class Client:
         self.control = Control(self._client.control, self._loop)
         self.webhooks = SyncWebhooks(self._client.webhooks, self._loop.call)
         self.schedules = SyncSchedules(self._client.schedules, self._loop.call)
+        self.sets = SyncJobSets(self._client.sets, self._loop.call, partial(_pulled, self))
         self._finalizer = weakref.finalize(self, _close, self._loop, self._client)
         try:
             self._loop.call(self._client.connect())

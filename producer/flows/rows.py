@@ -33,9 +33,6 @@ class _Fields(Wire):
     for_each: Annotated[str, Field(min_length=1, max_length=600)] | None = None
 
 
-_NO_FIELDS = _Fields()
-
-
 @dataclass(frozen=True, slots=True)
 class FlowRow:
     """A row of a flow, without its body."""
@@ -63,14 +60,17 @@ class FlowRow:
 
 def flow_row(number: int, line: int, custom_id: str, fields: Mapping[str, Any]) -> FlowRow:
     """Return a row of a flow. Raises RequestError that names the field."""
-    try:
-        own = {name: fields[name] for name in FLOW_FIELDS if name in fields}
-        # Most rows of a wide flow say nothing.
-        given = _Fields.model_validate(own) if own else _NO_FIELDS
-    except ValidationError as error:
-        raise request_error(error) from None
     if custom_id in (ALL, ITEM):
         raise RequestError(f"custom_id: {custom_id!r} has a meaning of its own in marks", param="custom_id")
+    body = fields.get("body")
+    body = body if isinstance(body, dict) else {}
+    if FLOW_FIELDS.isdisjoint(fields) and not any(True for _ in marks_in(body)):
+        # Most rows of a wide flow say nothing.
+        return FlowRow(number, custom_id, line)
+    try:
+        given = _Fields.model_validate({name: fields[name] for name in FLOW_FIELDS if name in fields})
+    except ValidationError as error:
+        raise request_error(error) from None
     after, jobs = list[str](), list[str]()
     for at, one in enumerate(given.after):
         job_id = one.get("job") if isinstance(one, dict) and len(one) == 1 else None
@@ -90,8 +90,7 @@ def flow_row(number: int, line: int, custom_id: str, fields: Mapping[str, Any]) 
             shown = repr(given.for_each[:64])
             message = f"for_each must name a list in the answer of a row, such as plan.json.sections, not {shown}"
             raise RequestError(message, param="for_each")
-    body = fields.get("body")
-    names = _checked_marks(body if isinstance(body, dict) else {}, bool(given.after), is_made=for_each is not None)
+    names = _checked_marks(body, bool(given.after), is_made=for_each is not None)
     # A row waits for what its marks name.
     named = names if for_each is None else {*names, for_each.name}
     after += sorted(named.difference((ALL, ITEM), after, jobs))

@@ -53,16 +53,14 @@ def end_of_line(line: dict[str, Any]) -> End:
     return "skipped" if line["error"].get("code") == ROW_SKIPPED else "failed"
 
 
-def read_graph(storage: Storage, batch: BatchRecord, spool: Spool | None = None) -> tuple[FlowGraph, list[Spooled]]:
-    """Return the rows of a flow whose input was checked, and where their lines lie in the spool. It blocks."""
-    graph, places = FlowGraph(), list[Spooled]()
+def read_graph(storage: Storage, batch: BatchRecord) -> FlowGraph:
+    """Return the rows of a flow whose input was checked. It blocks."""
+    graph = FlowGraph()
     with closing(storage.lines(object_of(batch.spec.input_file_id))) as source:
         for line, raw in lines_of(source):
             fields = from_json(without_mark(raw))
             graph.add(line, fields["custom_id"], fields)
-            if spool is not None:
-                places.append(spool.add(raw))
-    return graph, places
+    return graph
 
 
 def progress_of(graph: FlowGraph, batch: BatchRecord, ends: Mapping[int, End] | None = None) -> FlowProgress:
@@ -106,6 +104,8 @@ class FlowRows:
         self._list: tuple[int, list[Any]] = -1, []
         """The last list of a `for_each`, and the row that has it."""
         self._jobs: list[asyncio.Task[None]] = []
+        self.checked: FlowGraph | None = None
+        """The rows, if this process has checked the input."""
 
     @property
     def stopped(self) -> str:
@@ -134,7 +134,11 @@ class FlowRows:
             self._jobs.append(asyncio.create_task(self._await_job(job_id), name=f"penstock flow waits for {job_id}"))
 
     def _load(self, storage: Storage, committed: bytes, parts: Sequence[Part]) -> None:
-        graph, self._places = read_graph(storage, self._batch, self._spool)
+        graph = read_graph(storage, self._batch) if self.checked is None else self.checked
+        with closing(storage.lines(object_of(self._batch.spec.input_file_id))) as source:
+            self._places = self._spool.add_all(raw for _, raw in lines_of(source))
+        if len(self._places) != len(graph.rows):
+            raise DamagedRecordError(f"the input of batch {self._batch.batch_id} has changed since it was checked")
         self._progress = progress_of(graph, self._batch)
         self._wanted = self._progress.texts_wanted()
         numbers = {self._progress.name_of(number): number for number in range(self._progress.num_rows)}

@@ -124,7 +124,7 @@ async def _end_of_job(client: AsyncClient, batch: BatchRecord, job_id: str) -> E
 
 
 def _read(storage: Storage, batch: BatchRecord, committed: bytes, names: Sequence[str]) -> FlowView:
-    graph, _ = read_graph(storage, batch)
+    graph = read_graph(storage, batch)
     bare = progress_of(graph, batch)
     numbers = {bare.name_of(number): number for number in range(bare.num_rows)}
     errors, ends = dict[int, Mapping[str, Any]](), dict[int, End]()

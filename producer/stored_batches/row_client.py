@@ -74,6 +74,11 @@ class RowClient:
         if isinstance(asked := options.get("priority"), Priority):
             limits = (HIGHEST_CLASS, "a flow without an API key") if key is None else (key.highest_class, "the API key")
             allowed_class(asked.label, *limits)
+        spec = self._batch.spec
+        if options.get("max_attempts") is None:
+            options["max_attempts"] = spec.max_attempts
+        if options.get("retry_backoff_s") is None:
+            options["retry_backoff_s"] = spec.retry_backoff_s
         options["tenant"] = self._batch.tenant
         options["terms"] = UNLIMITED if key is None else key.metered_terms
         options["needs_reader"] = False

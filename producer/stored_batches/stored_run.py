@@ -169,6 +169,8 @@ class StoredBatchRun:
             return False
         start = partial(self._batches.start, self._lease, found.num_rows, settings.max_tenant_rows)
         self._lease.status = await self._patiently(start, must_stop)
+        if isinstance(self._source, FlowRows):
+            self._source.checked = flow
         return True
 
     async def _checked(self, limits: InputLimits) -> tuple[InputCheck, FlowGraph | None]:

@@ -215,3 +215,21 @@ def _lines_of_watch(words: list[str], count: int) -> list[str]:
         process.send_signal(signal.SIGINT)
         assert "continue with --after " in process.stderr.read()
     return lines
+
+
+def test_a_set_is_counted_found_and_exported(pool: str, tmp_path: Path) -> None:
+    with Client(pool) as client:
+        for at in range(2):
+            client.submit("hello", max_tokens=3, tags=["set"], custom_id=f"c{at}", metadata={"user": f"u{at}"}).result()
+    told = jobs(pool, "progress", "--tag", "set")
+    assert (told.returncode, told.stdout) == (0, "2 of 2 ended\n")
+    counts = json.loads(jobs(pool, "progress", "--tag", "set", "--once", "--json").stdout)
+    assert (counts["total"], counts["states"]) == (2, {"succeeded": 2})
+    (found,) = json.loads(jobs(pool, "list", "--tag", "set", "--metadata", "user=u1", "--json").stdout)
+    assert found["custom_id"] == "c1"
+    refused = jobs(pool, "list", "--metadata", "user")
+    assert (refused.returncode, "NAME=TEXT" in refused.stderr) == (2, True)
+    path = tmp_path / "out.jsonl"
+    assert jobs(pool, "export", str(path), "--tag", "set").stdout == f"2 jobs in {path}, 2 of them new\n"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["custom_id"] for line in lines] == ["c0", "c1"]

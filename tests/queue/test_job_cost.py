@@ -15,7 +15,7 @@ from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
 from penstock.contract.output import UNKNOWN_WAIT, Chunk, TokenLogprobs
 from penstock.contract.pool import NodePressure, PoolRecord
-from penstock.contract.tasks import Embed
+from penstock.contract.tasks import Embed, Score
 from penstock.contract.tools import ToolCall
 from penstock.queue.job_cost import (
     TEMPLATE_TOKENS,
@@ -130,6 +130,20 @@ def test_text_that_cannot_fit_even_in_the_longest_tokens_is_refused(size: int, f
         ) as caught:
             estimate_cost(new_job(prompt="x" * size), record)
         assert caught.value.param == "prompt"
+
+
+def test_each_text_of_a_task_must_be_able_to_fit() -> None:
+    record, long, ids = replace(RECORD, max_token_bytes=8, texts_per_job=64), "x" * 8001, (1,) * 1001
+    for task, name in (
+        (Embed(texts=("a", long), first=3), r"prompt[5]"),
+        (Embed(texts=(ids,)), r"prompt[1]"),
+        (Score(texts=("a", long)), r"prompt[1]"),
+    ):
+        with pytest.raises(PromptTooLongError, match="maximum context length is 1000 tokens") as caught:
+            estimate_cost(new_job(prompt="q", task=task), record)
+        assert caught.value.param == name
+        cut = task.model_copy(update={"truncate_prompt_tokens": 1000})
+        assert estimate_cost(new_job(prompt="q", task=cut), record) > 0
 
 
 def test_text_is_not_refused_while_the_longest_token_is_unknown() -> None:

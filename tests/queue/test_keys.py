@@ -11,7 +11,19 @@ from penstock.queue import keys
 READS = re.compile(
     r"H?(GET|MGET|GETALL|VALS|LEN|KEYS)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|ISMEMBER|RANDMEMBER)"
 )
-OTHER_READS = {"LLEN", "LRANGE", "XLEN", "XRANGE", "XREVRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}
+OTHER_READS = {
+    "ZMSCORE",
+    "LLEN",
+    "LRANGE",
+    "XLEN",
+    "XRANGE",
+    "XREVRANGE",
+    "STRLEN",
+    "EXISTS",
+    "INFO",
+    "TIME",
+    "PUBLISH",
+}
 NAMED = {
     "end_job": "end",
     "ring_doorbell": "ring",

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from penstock.contract.errors import RequestError
 from penstock.contract.fields import Named
 from penstock.contract.problems import request_error
+from penstock.contract.retries import MAX_ATTEMPTS, MAX_RETRY_BACKOFF_S
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.http.file_content import FileContent, content_of
@@ -60,6 +61,8 @@ class CreateBatch(Named):
     completion_window: Annotated[str, Field(max_length=16)]
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], _Text] | None, Field(max_length=16)] = None
     output_expires_after: _ExpiresAfter | None = None
+    max_attempts: Annotated[int | None, Field(ge=1, le=MAX_ATTEMPTS)] = None
+    retry_backoff_s: Annotated[float | None, Field(ge=0, le=MAX_RETRY_BACKOFF_S)] = None
 
 
 _BODY = {
@@ -75,6 +78,7 @@ def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
     errors = [
         {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in batch.problems
     ]
+    retries = {"max_attempts": batch.spec.max_attempts, "retry_backoff_s": batch.spec.retry_backoff_s}
     return {
         "id": batch.batch_id,
         "object": "batch",
@@ -96,6 +100,7 @@ def batch_object(batch: BatchRecord, now_s: float) -> dict[str, Any]:
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": batch.spec.metadata,
+        **{name: value for name, value in retries.items() if value is not None},
         **progress_of(batch, now_s),
     }
 
@@ -136,7 +141,14 @@ class BatchRoutes:
         caller, key = caller_of(request), idempotency_key_of(request)
         life_s = None if body.output_expires_after is None else body.output_expires_after.seconds
         spec = BatchSpec(
-            body.input_file_id, body.endpoint, body.completion_window, body.metadata, life_s, caller.key_id
+            body.input_file_id,
+            body.endpoint,
+            body.completion_window,
+            body.metadata,
+            life_s,
+            caller.key_id,
+            max_attempts=body.max_attempts,
+            retry_backoff_s=body.retry_backoff_s,
         )
         await self._files.storage()
         batch_id = await self._records.create(

@@ -49,6 +49,8 @@ class FilterBody(Wire):
     tag: str | None = None
     submitted_after: float | None = None
     submitted_before: float | None = None
+    custom_id: str | None = None
+    metadata: dict[str, str] | None = None
 
 
 class BulkBody(Wire):

@@ -26,6 +26,7 @@ from penstock.gateway.apis.jobs.feed import FeedRoutes
 from penstock.gateway.apis.jobs.job_log import JobLog, PresentReaders
 from penstock.gateway.apis.jobs.log_reader import STREAM_HEADERS, LogReader, is_log_request
 from penstock.gateway.apis.jobs.schemas import JobRequest
+from penstock.gateway.apis.jobs.sets import SetRoutes
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body, soon
 from penstock.gateway.http.dialect import Complete, HttpDialect, PrepareJob, Services
@@ -257,15 +258,16 @@ class JobRoutes:
         """List the caller's jobs, newest first.
 
         `?limit=`, `?after=` (the `next` of the page before), `?state=` (several separated by commas), `?pool=`,
-        `?priority=`, `?background=`, `?tag=`, `?submitted_after=` and `?submitted_before=` (Unix seconds). `?tenant=`
-        needs the scope `admin`; `*` means all tenants.
+        `?priority=`, `?background=`, `?tag=`, `?custom_id=`, `?submitted_after=` and `?submitted_before=` (Unix
+        seconds), and beside one of them `?metadata[NAME]=`. `?tenant=` needs the scope `admin`; `*` means all tenants.
         """
         params, caller = dict(request.query_params), caller_of(request)
         tenant = params.pop("tenant", caller.tenant)
         if tenant != caller.tenant or "infer" not in caller.scopes:
             caller.require("admin")
         after, limit = params.pop(AFTER, None), params.pop("limit", str(DEFAULT_PAGE_JOBS))
-        wanted = JobFilter.of(params, tenant=None if tenant == ALL_TENANTS else tenant)
+        members = {name[len("metadata[") : -1]: params.pop(name) for name in [*params] if _is_member(name)}
+        wanted = JobFilter.of({**params, "metadata": members}, tenant=None if tenant == ALL_TENANTS else tenant)
         # The reader of the list checks the range.
         number = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else 0
         async with soon():
@@ -354,13 +356,18 @@ def _submit_of(services: Services) -> SubmitJob:
     return SubmitJob(services.client, services.reader, complete, services.settings.max_logprobs, services.metrics)
 
 
+def _is_member(name: str) -> bool:
+    """Return whether a parameter names a member of metadata."""
+    return name.startswith("metadata[") and name.endswith("]")
+
+
 def _routes(services: Services) -> list[Route | APIRouter]:
     jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
     feed = FeedRoutes(services.client, services.answers, services.open_feeds, services.yielder, services.stopping)
     control = ControlRoutes(services.client, services.reader)
     # Their fixed paths go before the ids of jobs.
     submit = Route("/v1/jobs", _submit_of(services), methods=["POST"])
-    return [submit, feed.router, control.router, jobs.router]
+    return [submit, feed.router, control.router, SetRoutes(services.client.sets).router, jobs.router]
 
 
 def _prepare_job(services: Services) -> PrepareJob:

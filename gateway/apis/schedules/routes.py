@@ -19,9 +19,10 @@ from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, PrepareJob, Services
 from penstock.gateway.http.pages import ids_after, limit_of, page_of, query_of
 from penstock.gateway.request.reading import AFTER, RequestReader, caller_of
+from penstock.producer.batch.endpoints import ENDPOINTS
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.schedules import MAX_SHOWN_RUNS, SHOWN_RUNS
-from penstock.queue.files.batch import window_s
+from penstock.queue.files.batch import FLOW_ENDPOINT, window_s
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 100
@@ -36,6 +37,8 @@ class BatchPart(Wire):
     endpoint: Annotated[str, Field(min_length=1, max_length=128)]
     completion_window: Annotated[str, Field(max_length=16)] = "24h"
     metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
+    max_attempts: int | None = None
+    retry_backoff_s: float | None = None
 
 
 class ScheduleBody(Wire):
@@ -88,11 +91,16 @@ class ScheduleRoutes:
         if body.batch is not None:
             part = body.batch
             window_s(part.completion_window)
+            if part.endpoint not in (known := {*ENDPOINTS, FLOW_ENDPOINT}):
+                message = f"batch.endpoint must be one of {', '.join(sorted(known))}"
+                raise RequestError(message, param="batch.endpoint")
             made = self._schedules.create_batch(
                 part.input_file_id,
                 part.endpoint,
                 completion_window=part.completion_window,
                 metadata=part.metadata,
+                max_attempts=part.max_attempts,
+                retry_backoff_s=part.retry_backoff_s,
                 tenant=caller.tenant,
                 **given,
             )

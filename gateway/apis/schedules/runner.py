@@ -194,6 +194,8 @@ class ScheduleRunner:
                 action.metadata,
                 None,
                 "" if caller is None else caller.key_id,
+                max_attempts=action.max_attempts,
+                retry_backoff_s=action.retry_backoff_s,
             )
             return await self._client.batches.create(
                 new_batch_id(),

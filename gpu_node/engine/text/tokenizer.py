@@ -33,6 +33,7 @@ from penstock.gpu_node.engine.text.encoder import (
     of_tokenizer,
     separator_of,
 )
+from penstock.gpu_node.engine.text.longest_token import longest_token
 from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.reasoning_format import (
@@ -411,16 +412,9 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Maximum bytes of text that one token can stand for; 0 if there is no bound.
-
-        A normalizer may shrink a text. Without byte level, an unknown token may stand for text of any length. So may an
-        added token that takes the spaces beside it.
-        """
-        added = self._backend.get_added_tokens_decoder().values()
-        takes_spaces = any(token.lstrip or token.rstrip for token in added)
-        if not self._is_byte_level or self._backend.normalizer is not None or takes_spaces:
-            return 0
-        return max(map(len, [*self.token_bytes, *(token.content.encode() for token in added)]))
+        """Maximum bytes of text that one token can stand for; 0 if there is no bound."""
+        tokens = tokens_by_id(self._backend)
+        return longest_token(self._backend, tokens, self.token_bytes, is_byte_level=self._is_byte_level)
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

@@ -21,6 +21,7 @@ from uuid_utils import uuid7
 
 from penstock.contract.job import JobDef, Priority, SamplingParams
 from penstock.contract.job_actions import JobFilter
+from penstock.contract.job_counts import CountsOfPools
 from penstock.contract.output import Outcome
 from penstock.contract.pool import PoolRecord
 from penstock.gpu_node.settings import NodeSettings
@@ -82,6 +83,8 @@ class Population:
             priority=Priority(number // TENANTS % 3),
             not_before_ms=LATER_MS if is_later else None,
             tags=tags_of(number),
+            custom_id=f"row {number}" if number % 10 == 3 else None,
+            metadata={"user": f"u{number % 7}"} if number % 10 == 3 else None,
         )
 
     async def add_ended(self, count: int) -> None:
@@ -115,6 +118,8 @@ class Population:
         pipe.zadd(f"{prefix}:jobs:{state}:{tenant}", {job_id: 0})
         for tag in tags:
             pipe.zadd(f"{prefix}:tagged:{tenant}:{tag}", {job_id: 0})
+            for field in (f"{level}", f"{state}:{level}"):
+                pipe.hincrby(f"{prefix}:tag_counts:{tenant}:{tag}", field, 1)
         member = f"1500 {tenant} job:{job_id} {state} {' '.join(tags)}"
         pipe.zadd(keys.expiry(POOL), {member: time.time() * 1000 + LATER_MS})
         pipe.hincrby(keys.stored(POOL), tenant, 1500)
@@ -134,8 +139,12 @@ FILTERS: dict[str, tuple[JobFilter, int]] = {
     "a class": (JobFilter("t3", priority=Priority.BATCH), 50),
     "a class, background, failed": (JobFilter(priority=Priority.BATCH, background=True, states=("failed",)), 50),
     "a class that no queued job has": (JobFilter("t3", background=True, states=("queued", "scheduled")), 50),
+    "a custom_id": (JobFilter("t3", custom_id="row 4003"), 50),
+    "a tag and metadata": (JobFilter("t3", tag="run:3", metadata={"user": "u3"}), 50),
     "100 jobs of a page": (JobFilter(), 100),
+    "1,000 jobs of a page": (JobFilter("t3"), 1000),
 }
+COUNTED: dict[str, str | None] = {"a tenant": None, "a tag of 25,000 jobs": "run:3", "a rare tag": "rare"}
 
 
 async def measure_pages(redis: Redis, name: str, wanted: JobFilter, limit: int) -> None:
@@ -156,6 +165,20 @@ async def measure_pages(redis: Redis, name: str, wanted: JobFilter, limit: int) 
     )
 
 
+async def measure_counts(redis: Redis, name: str, tag: str | None) -> None:
+    """Count a set again and again, and print a row."""
+    lists, times_s = JobLists(redis), list[float]()
+    await redis.slowlog_reset()
+    for _ in range(NUM_PAGES):
+        sums, begun_s = CountsOfPools(), time.perf_counter()
+        sums.add(await lists.counted(POOL, "t3", tag), has_tag=tag is not None)
+        times_s.append(time.perf_counter() - begun_s)
+    counts = sums.counts("t3", tag)
+    states = ", ".join(f"{count} {state}" for state, count in counts.states.items())
+    cuts = [1000 * one for one in quantiles(times_s, n=100)]
+    print(f"| {name} | {states} | {cuts[49]:.1f} | {cuts[98]:.1f} | {await slowest_ms(redis)} |", flush=True)
+
+
 async def slowest_ms(redis: Redis) -> str:
     """Return the longest call that Redis noted, in ms."""
     noted = await cast(Any, redis).slowlog_get(10_000)
@@ -174,7 +197,7 @@ async def measure_bulk(url: str, redis: Redis, name: str, act: Callable[[AsyncCl
 
 
 async def study(num_open: int, num_ended: int) -> None:
-    """Build the population, and print both tables."""
+    """Build the population, and print the tables."""
     with EmbeddedRedis(maxmemory_mib=4096) as server:
         redis = connect(server.url)
         await redis.config_set("slowlog-log-slower-than", SLOW_US)
@@ -191,6 +214,9 @@ async def study(num_open: int, num_ended: int) -> None:
         print("| filter | jobs a page | p50 ms | p99 ms | longest call, ms |\n|---|---|---|---|---|")
         for name, (wanted, limit) in FILTERS.items():
             await measure_pages(redis, name, wanted, limit)
+        print("| counts of | found | p50 ms | p99 ms | longest call, ms |\n|---|---|---|---|---|")
+        for name, tag in COUNTED.items():
+            await measure_counts(redis, name, tag)
         print("| bulk action | changed | already over | failed | s | longest call, ms |\n|---|---|---|---|---|---|")
         reclassed: dict[str, Any] = {"to_priority": "batch", "tag": "run:3"}
         await measure_bulk(

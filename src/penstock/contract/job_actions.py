@@ -6,13 +6,21 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict, cast, get_args
 
 from penstock.contract.durations import span_of
 from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, RequestError
 from penstock.contract.fields import NAME_PATTERN
-from penstock.contract.job import MAX_DEADLINE_S, MAX_TAG_CHARS, TAG_PATTERN
+from penstock.contract.job import (
+    MAX_CUSTOM_ID_CHARS,
+    MAX_DEADLINE_S,
+    MAX_METADATA,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_TAG_CHARS,
+    TAG_PATTERN,
+)
 from penstock.contract.output import STATES
 from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, ClassName, Priority, class_of_level, is_background
 
@@ -57,6 +65,28 @@ def checked_tag(tag: str | None) -> str | None:
     return tag
 
 
+def checked_custom_id(custom_id: Any) -> str | None:
+    """Return a custom_id. Raises RequestError if no job can have it."""
+    if custom_id is not None and not (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS):
+        raise RequestError(f"custom_id: must have 1 to {MAX_CUSTOM_ID_CHARS} characters", param="custom_id")
+    return custom_id
+
+
+def checked_metadata(metadata: Any) -> dict[str, str]:
+    """Return the members that jobs must have, by name. Raises RequestError for other ones than jobs have."""
+    given = {} if metadata is None else metadata
+    if not isinstance(given, Mapping) or len(given) > MAX_METADATA:
+        raise RequestError(f"metadata: must be up to {MAX_METADATA} texts by name", param="metadata")
+    for name, value in given.items():
+        if not (isinstance(name, str) and 0 < len(name) <= MAX_METADATA_KEY_CHARS and isinstance(value, str)):
+            message = f"metadata: a name has 1 to {MAX_METADATA_KEY_CHARS} characters, and its value is a text"
+            raise RequestError(message, param="metadata")
+        if len(value) > MAX_METADATA_VALUE_CHARS:
+            message = f"metadata: a value has at most {MAX_METADATA_VALUE_CHARS} characters"
+            raise RequestError(message, param="metadata")
+    return dict(given)
+
+
 def checked_time(unix_s: Any, name: str) -> float | None:
     """Return a time in Unix seconds. Raises RequestError that names `name`."""
     if unix_s is None:
@@ -75,6 +105,8 @@ class FilterOptions(TypedDict, total=False):
 
     state: one state, or several.
     submitted_after, submitted_before: Unix seconds, compared with the times in the jobs' ids.
+    custom_id: the caller's name of a job. Jobs of several batches may share it.
+    metadata: texts that the jobs' metadata has, by name; only beside tag, custom_id or submitted_after.
     """
 
     pool: str | None
@@ -84,6 +116,8 @@ class FilterOptions(TypedDict, total=False):
     tag: str | None
     submitted_after: float | None
     submitted_before: float | None
+    custom_id: str | None
+    metadata: Mapping[str, str] | None
 
 
 FILTERS = tuple(FilterOptions.__annotations__)
@@ -107,8 +141,15 @@ class JobFilter:
     """Only jobs from this time on."""
     submitted_before: float | None = None
     """Only jobs before this time."""
+    custom_id: str | None = None
+    # Of one request.
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Only jobs whose metadata has these members."""
 
     def __post_init__(self) -> None:
+        if self.metadata and self.tag is None and self.custom_id is None and self.submitted_after is None:
+            message = "metadata: a filter by metadata also needs tag, custom_id or submitted_after, which have an index"
+            raise RequestError(message, param="metadata")
         if self.pool is not None and not 1 <= len(self.pool) <= MAX_POOL_CHARS:
             raise RequestError(f"pool: must have 1 to {MAX_POOL_CHARS} characters", param="pool")
         if self.tenant is not None and not re.fullmatch(NAME_PATTERN, self.tenant):
@@ -134,6 +175,8 @@ class JobFilter:
             tag=checked_tag(given.get("tag")),
             submitted_after=checked_time(given.get("submitted_after"), "submitted_after"),
             submitted_before=checked_time(given.get("submitted_before"), "submitted_before"),
+            custom_id=checked_custom_id(given.get("custom_id")),
+            metadata=checked_metadata(given.get("metadata")),
         )
 
     @property
@@ -163,6 +206,8 @@ class JobFilter:
             "tag": self.tag,
             "submitted_after": self.submitted_after,
             "submitted_before": self.submitted_before,
+            "custom_id": self.custom_id,
+            "metadata": dict(sorted(self.metadata.items())) or None,
         }
         return {name: value for name, value in parts.items() if value is not None}
 

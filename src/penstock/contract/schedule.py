@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.fields import NAME_PATTERN
+from penstock.contract.retries import MAX_ATTEMPTS, MAX_RETRY_BACKOFF_S
 from penstock.contract.tenant import UNLIMITED, Terms
 
 MAX_SCHEDULES = 1_000
@@ -108,6 +109,8 @@ class ScheduledBatch(BaseModel):
     endpoint: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     completion_window: Annotated[str, StringConstraints(max_length=16)] = "24h"
     metadata: dict[str, str] | None = None
+    max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] | None = None
+    retry_backoff_s: Annotated[float, Field(ge=0, le=MAX_RETRY_BACKOFF_S)] | None = None
     key_id: str = ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.contract.errors import PromptTooLongError
@@ -115,28 +115,48 @@ def estimate_cost(job: JobDef, record: PoolRecord, nodes: Sequence[NodePressure]
         size = prompt_bytes(job) + tool_bytes(job) + BYTES_PER_ID * (num_ids or 0)
         return 1 + size // TASK_BYTES_PER_COST
     if num_ids is not None:
-        prompt = min_prompt_tokens = num_ids
+        prompt = num_ids
     else:
-        size = prompt_bytes(job)
-        prompt = math.ceil((size + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
-        min_prompt_tokens = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
+        prompt = math.ceil((prompt_bytes(job) + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
     params = job.sampling
     if params.truncate_prompt_tokens is not None:
         prompt = min(prompt, params.truncate_prompt_tokens)
-        min_prompt_tokens = min(min_prompt_tokens, params.truncate_prompt_tokens)
-    # Only generated text needs space for a token after the prompt.
-    if record.max_model_len and min_prompt_tokens + (job.task is None) > record.max_model_len:
-        counted = f"{min_prompt_tokens}" if num_ids is not None else f"at least {min_prompt_tokens}"
-        raise PromptTooLongError(
-            f"This model's maximum context length is {record.max_model_len} tokens"
-            f"{', with at least one to generate' if job.task is None else ''}; the prompt has {counted} tokens",
-            param="prompt",
-        )
+    _require_fit(job, record)
     if isinstance(job.task, TextTask):
         cost = _texts_cost(job.task, prompt) + params.num_sequences
         return max(1, min(cost, record.max_model_len * _num_rows(job.task)) if record.max_model_len else cost)
     cost = prompt + params.num_sequences * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
     return max(1, min(cost, record.max_model_len * params.num_sequences) if record.max_model_len else cost)
+
+
+def _require_fit(job: JobDef, record: PoolRecord) -> None:
+    """Raise PromptTooLongError if a text exceeds the model's context even if all of its tokens are the longest ones."""
+    limit, cut = record.max_model_len, job.sampling.truncate_prompt_tokens
+    if not limit or (cut is not None and record.texts_per_job > 1):
+        # An encoder cuts what it may cut to what the model takes.
+        return
+    most_bytes, is_generated = record.max_token_bytes, job.task is None
+    for name, num_ids, num_bytes in _sizes_of_texts(job):
+        least = num_ids if num_ids is not None else math.ceil(num_bytes / most_bytes) if most_bytes else 0
+        least = least if cut is None else min(least, cut)
+        # Only generated text needs space for a token after the prompt.
+        if least + is_generated > limit:
+            counted = f"{least}" if num_ids is not None else f"at least {least}"
+            raise PromptTooLongError(
+                f"This model's maximum context length is {limit} tokens"
+                f"{', with at least one to generate' if is_generated else ''}; the prompt has {counted} tokens",
+                param=name,
+            )
+
+
+def _sizes_of_texts(job: JobDef) -> Iterator[tuple[str, int | None, int]]:
+    """Yield the field of each text of a job, its number of token ids (None for text), and its bytes."""
+    task = job.task if isinstance(job.task, TextTask) and job.task.texts else None
+    has_number = task is not None and not isinstance(task, Score)
+    yield f"prompt[{task.index_of(0)}]" if task and has_number else "prompt", num_prompt_ids(job), prompt_bytes(job)
+    for at, text in enumerate(task.texts if task else (), int(has_number)):
+        name = f"prompt[{task.index_of(at)}]" if task else "prompt"
+        yield (name, None, len(text.encode())) if isinstance(text, str) else (name, len(text), 0)
 
 
 class RateTokens(NamedTuple):

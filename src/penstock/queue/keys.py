@@ -54,7 +54,8 @@ deletes the keys of an unused pool, and erase those of a tenant's ended jobs, wi
                                      end                                  scores are 0)
     P:jobs:<state>:<t>       zset    submit (scheduled), take (running),  the same of its jobs in another state; ended
                                      end; submit, sweep                   ones until the record expires
-    P:tagged:<t>:<tag>       zset    submit; sweep                        the same of its jobs with a tag
+    P:tagged:<t>:<tag>       zset    submit; sweep                        the same by tag, and by `#<hash>` of custom_id
+    P:tag_counts:<t>:<tag>   hash    submit, end, change; sweep           jobs of a tag: `<level>`, `<state>:<level>`
     P:metadata:<id>          string  submit; end (PEXPIRE)                the job's metadata, as long as its record
     P:ended:<t>              stream  end; sweep                           the tenant's completions: its ended jobs
                                                                           about 200,000 for result_ttl_ms
@@ -87,9 +88,8 @@ deletes the keys of an unused pool, and erase those of a tenant's ended jobs, wi
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                           prompts, cached and completions; 92 days
     P:hour_usage:<hour>      hash    end                                  the same per hour; 72 hours
-    P:recent_use:<window>    hash    take, requeue, finish                tenant → KV-token-ms ÷ weight that foreground
-                                                                          work charged, per
-                                                                          window of share_window_ms; two windows
+    P:recent_use:<window>    hash    take, requeue, finish                tenant → KV-token-ms ÷ weight of foreground
+                                                                          work in share_window_ms; two such windows
     P:refused:<t>            hash    submit                               its recently refused cost, since when, and the
                                                                           bodies that it counts; 10 min
     P:lengths                hash    end                                  tenant → length of its recent outputs

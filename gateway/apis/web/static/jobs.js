@@ -73,7 +73,7 @@ export async function startJobs() {
       caller = await (await request("v1/key", { signal })).json();
       byId("job-tenant").hidden = !caller.scopes.includes("admin");
       show(await listed(signal));
-      say("");
+      say(await progress(signal));
     } catch (error) {
       if (signal.aborted) return;
       say(wordsOf(error), "bad");
@@ -98,6 +98,19 @@ async function listed(signal) {
     next = page.next;
   }
   return { data, hasMore: next !== null };
+}
+
+/** Return how far the jobs of the filter's tag are, in words; nothing without a tag. */
+async function progress(signal) {
+  const given = new FormData(filterForm);
+  const [tag, tenant] = ["tag", "tenant"].map((name) => (given.get(name) ?? "").trim());
+  if (!tag || tenant === "*" || (!tenant && !caller.scopes.includes("infer"))) return "";
+  const asked = new URLSearchParams(tenant ? { tag, tenant } : { tag });
+  const counts = await (await request(`v1/jobs/counts?${asked}`, { signal })).json();
+  const states = Object.entries(counts.states).map(([state, count]) => `${number(count)} ${state}`);
+  const rate = counts.rate_per_s === null ? [] : [`${counts.rate_per_s.toFixed(1)} a second`];
+  const end = counts.expected_end_ms === null ? [] : [`expected end ${new Date(counts.expected_end_ms).toLocaleString()}`];
+  return [`${tag}: ${number(counts.total - counts.open)} of ${number(counts.total)} ended`, ...states, ...rate, ...end].join(", ");
 }
 
 function query(count, after) {

@@ -18,17 +18,23 @@ from redis.exceptions import ResponseError
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import is_job_id, pool_of
 from penstock.contract.job_actions import JobFilter, id_time
+from penstock.contract.job_counts import CountedJobs
 from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, readable, status_of
 from penstock.queue.broker.pools import LoggedOnce, pool_names
+from penstock.queue.broker.submitting import custom_mark
 from penstock.queue.record_fields import is_text, is_wrong_type, unless_wrong_type
 from penstock.queue.wire import Request
 
 _LOG = logging.getLogger(__package__)
-MAX_PAGE_JOBS = 100
+MAX_PAGE_JOBS = 1000
+_FOUND_AT_ONCE = 192
+"""Jobs that one call of list.lua finds at most, so that it takes less than 5 ms."""
+_READ_AT_ONCE = 250
+"""Records that are read together."""
 MAX_EXAMINED = 2048
 """Records that one page looks at. With a rare kind of job a page may be short, or empty, although more jobs follow."""
 MAX_TENANTS = 1000
@@ -81,7 +87,8 @@ class JobLists:
             raise RequestError(f"limit must be from 1 to {MAX_PAGE_JOBS}", param="limit")
         place = await self._place_of(wanted, after)
         job_ids, last = await self.find(wanted, place, limit)
-        statuses = await self._statuses(job_ids)
+        parts = [job_ids[at : at + _READ_AT_ONCE] for at in range(0, len(job_ids), _READ_AT_ONCE)]
+        statuses = [status for part in parts for status in await self._statuses(part)]
         shown = tuple(status for status in statuses if status is not None)
         return JobPage(shown, None if last is None else wanted.cursor(last))
 
@@ -98,7 +105,8 @@ class JobLists:
         job_ids: list[str] = []
         num_examined = 0
         while True:
-            bound = max((source.place for source in sources if source.needs_search), default="")
+            # Down to this place all sources were searched.
+            bound = max((source.place for source in sources if not source.is_over), default="")
             for job_id in _newest_first(sources, bound):
                 job_ids.append(job_id)
                 if len(job_ids) == limit:
@@ -124,6 +132,14 @@ class JobLists:
         with translated():
             found = await unless_wrong_type(list[bytes](), self._redis.hkeys, keys.stored(pool))
         return sorted(tenant.decode() for tenant in found if is_text(tenant))
+
+    @retried
+    async def counted(self, pool: str, tenant: str, tag: str | None) -> CountedJobs:
+        """Return what one call of a script counts of a tenant's jobs, or of a tag of it, in a pool."""
+        now_ms, fields, *rows = await scripts.call(self._redis, "count", pool, tenant, tag or "")
+        texts = [one.decode(errors="replace") for one in fields]
+        found = tuple((state.decode(), level.decode(errors="replace"), int(num)) for state, level, num in rows)
+        return CountedJobs(int(now_ms), dict(zip(texts[::2], texts[1::2], strict=True)), found)
 
     async def _place_of(self, wanted: JobFilter, after: str | None) -> str:
         """Return the uuid that a cursor stands for. Raises RequestError."""
@@ -156,9 +172,11 @@ class JobLists:
             "lists": wanted.lists,
             "only_due": "queued" in wanted.states and "scheduled" not in wanted.states,
             "tag": wanted.tag or "",
+            "custom": "" if wanted.custom_id is None else custom_mark(wanted.custom_id),
+            "metadata": dict(wanted.metadata),
             "after": "" if source.place == _NEWEST else source.place,
             "since": id_time(wanted.submitted_after),
-            "count": limit,
+            "count": min(limit, _FOUND_AT_ONCE),
             "states": list(wanted.states),
             "levels": wanted.levels,
         }
@@ -211,9 +229,9 @@ def merged(pages: Sequence[JobPage], wanted: JobFilter, limit: int) -> JobPage:
 
 
 def _newest_first(sources: Sequence[_Source], bound: str) -> Iterator[str]:
-    """Take the ids of all sources, newest first, down to the uuid `bound`."""
+    """Take the ids of all sources, newest first, down to the uuid `bound`, which only its own source may have."""
     while True:
-        heads = [source for source in sources if source.found and _uuid(source.found[0]) > bound]
+        heads = [source for source in sources if source.found and _uuid(source.found[0]) >= bound]
         if not heads:
             return
         yield max(heads, key=lambda source: _uuid(source.found[0])).found.popleft()

@@ -19,7 +19,7 @@ TYPES = {
     for kind, names in {
         "hash": "adapters backlog background_turns bulk config counts ended_before head_served hour_usage job lengths "
         "paces paused pressure queued queued_background rate recent_use refused reservations reserved schema "
-        "seats stored tenant_tasks untold_sizes usage used",
+        "seats stored tag_counts tenant_tasks untold_sizes usage used",
         "list": "log paced profile",
         "set": "keyed keys open running tenant",
         "stream": "queue untold",

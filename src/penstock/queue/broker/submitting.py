@@ -204,6 +204,11 @@ def first_words(job: JobDef) -> str:
     return short(job.prompt or "")
 
 
+def custom_mark(custom_id: str) -> str:
+    """Return the tag by which Redis finds the jobs of a custom_id. No tag of a caller begins with `#`."""
+    return f"#{keys.key_hash(custom_id)}"
+
+
 def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> PackedSubmission:
     """Pack a job. Raises TooLargeError."""
     job, terms = submission.job, submission.terms
@@ -241,7 +246,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "waits": 1 if submission.waits and not job.background else None,
         "in_feed": None if job.in_feed else 0,
         "ttl_in_ms": job.ttl_ms or None,
-        "tags": " ".join(job.tags),
+        "tags": " ".join((*job.tags, *map(custom_mark, filter(None, [job.custom_id])))),
         "metadata": metadata,
         "retry_of": (job.retry_of or "").rpartition(".")[2],
         "webhooks": " ".join(job.webhooks),

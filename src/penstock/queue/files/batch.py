@@ -79,10 +79,16 @@ class BatchSpec:
     """The API key on whose terms the rows run; empty without one."""
     ignores_unknown: bool = False
     """Whether unknown fields of a row of a message batch have no effect. Otherwise they fail it."""
+    max_attempts: int | None = None
+    retry_backoff_s: float | None = None
+    """Those of its rows that say nothing of their own; None: as the pool says."""
 
     def encoded(self) -> str:
         """Return it as JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        # A batch without them has the same digest as before there were any.
+        left_out = ("max_attempts", "retry_backoff_s")
+        fields = {name: value for name, value in asdict(self).items() if value is not None or name not in left_out}
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def decoded(cls, text: str) -> BatchSpec:
@@ -91,6 +97,8 @@ class BatchSpec:
         texts, life_s = (spec.input_file_id, spec.endpoint, spec.completion_window, spec.key_id), spec.output_life_s
         is_right = all(isinstance(one, str) for one in texts) and isinstance(spec.metadata, dict | None)
         if not is_right or not (life_s is None or (type(life_s) is int and 0 <= life_s <= _MAX_LIFE_S)):
+            raise ValueError("not what `encoded` gave")
+        if not all(isinstance(one, int | float | None) for one in (spec.max_attempts, spec.retry_backoff_s)):
             raise ValueError("not what `encoded` gave")
         return spec
 

@@ -74,6 +74,11 @@ function OPS.change_class(job)
   local level, was_scheduled = level_after(job), is_scheduled(job)
   if level == job.level then return end
   leave_queue(job)
+  local tags = lists.tags_of(job.id, redis.call('HGET', job_key(job.id), 'extra') or '')
+  if tags ~= '' then
+    rare().count_tags(job.tenant, tags, job.level, -1)
+    rare().count_tags(job.tenant, tags, level, 1)
+  end
   job.level = level
   redis.call('HSET', job_key(job.id), 'level', level)
   if asked.background == '1' then redis.call('HSET', job_key(job.id), 'needs_reader', '0') end

@@ -1,12 +1,16 @@
 -- list: jobs that a filter names, newest first, from a cursor on. It writes nothing.
--- ARGV: msgpack of {tenants, lists, only_due, tag, after, since, count, states, levels}
+-- ARGV: msgpack of {tenants, lists, only_due, tag, custom, metadata, after, since, count, states, levels}
 --   tenants: whose jobs. lists: the states whose lists may have such jobs. only_due: the list of scheduled jobs counts
---   only if one of them is due. tag: '' for any. after: only jobs with an older uuid than this text; '' for all. since:
+--   only if one of them is due. tag: '' for any. custom: the mark of a custom_id (`lists`), '' for any. metadata: members that a
+--   job's metadata must have; empty for any. after: only jobs with an older uuid than this text; '' for all. since:
 --   only jobs with a uuid from this text on; '' for all. states, levels: lists of those that the filter names; empty for
 --   any. The tenants' lists are at most MAX_LISTS.
 -- Answer: {ids of up to `count` jobs, the uuid up to which it looked, 1 if there are no older jobs, number of examined jobs}
 local MAX_EXAMINED, MAX_LISTS = 192, 512
 local asked = cmsgpack.unpack(ARGV[1])
+-- The metadata of a job has up to 10 KB.
+local reads_metadata = next(asked.metadata) ~= nil
+if reads_metadata then MAX_EXAMINED = 48 end
 if #asked.tenants * #asked.lists > MAX_LISTS then return redis.error_reply('TOO_MANY_LISTS') end
 -- A pool of another version has other lists.
 if (redis.call('HGET', KEYS[1], 'version') or PROTOCOL_VERSION) ~= PROTOCOL_VERSION then return {{}, asked.after, 1, 0} end
@@ -42,7 +46,11 @@ for _, tenant in ipairs(asked.tenants) do
     end
   end
   local tagged = P .. ':tagged:' .. tenant .. ':' .. asked.tag
-  if asked.tag ~= '' and redis.call('ZCARD', tagged) < size then of_tenant, walks_tags[tagged] = {tagged}, true end
+  if asked.custom ~= '' then
+    of_tenant = {P .. ':tagged:' .. tenant .. ':' .. asked.custom}
+  elseif asked.tag ~= '' and redis.call('ZCARD', tagged) < size then
+    of_tenant, walks_tags[tagged] = {tagged}, true
+  end
   for _, key in ipairs(of_tenant) do keys[#keys + 1] = key end
 end
 
@@ -82,6 +90,16 @@ local function has_tag(id)
   return false
 end
 
+-- Whether a job's metadata has the members that the filter names.
+local function has_metadata(id)
+  local ok, known = pcall(cjson.decode, redis.call('GET', P .. ':metadata:' .. id) or '')
+  if not ok or type(known) ~= 'table' then return false end
+  for name, value in pairs(asked.metadata) do
+    if known[name] ~= value then return false end
+  end
+  return true
+end
+
 -- Whether the filter names a job. A damaged record is left to the caller, which reports it.
 local function fits(id, is_tagged)
   local values = redis.pcall('HMGET', job_key(id), unpack(FIELDS))
@@ -92,7 +110,7 @@ local function fits(id, is_tagged)
     local state = shown_state(job, now)
     if not states[state] then return false end
   end
-  return asked.tag == '' or is_tagged or has_tag(id)
+  return (asked.tag == '' or is_tagged or has_tag(id)) and (not reads_metadata or has_metadata(id))
 end
 
 local found, num_examined, last = {}, 0, nil

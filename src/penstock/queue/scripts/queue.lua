@@ -494,10 +494,13 @@ do
   end
 end
 
+-- Functions that few jobs need; see *Rare functions*.
+local rare
+
 -- Lists of jobs ----------------------------------------------------------------------------------
 -- Each job is in one list of its tenant, that of its state: P:jobs:<tenant> while it is queued, else
 -- P:jobs:<state>:<tenant>. All scores are 0, so ids order a list, and an id begins with its time. A job is also in
--- P:tagged:<tenant>:<tag> of each of its tags.
+-- P:tagged:<tenant>:<tag> of each of its tags. Its custom_id is a tag of its own, `#<hash>`, which no caller sees.
 
 local lists = {ended = {}}  -- ended: id, tenant, state and code of the jobs that this call ended and no node reported
 
@@ -514,8 +517,8 @@ function lists.move(job, from, to)
 end
 
 do
-  -- Memory of a tag of a job, without twice its length.
-  local TAG_BYTES = 160
+  -- Memory of a tag of a job, without twice its length, if no other job has it.
+  local TAG_BYTES = 400
 
   -- Bytes of a job's tags, which spaces separate, and of its metadata.
   function lists.bytes_of(tags, metadata)
@@ -530,10 +533,12 @@ do
     redis.call('HSET', job_key(job.id), 'extra', lists.bytes_of(tags, metadata))
     local number = 0
     for tag in string.gmatch(tags, '%S+') do
-      number = number + 1
-      redis.call('HSET', job_key(job.id), 'tag' .. number, tag)
+      local is_custom = string.sub(tag, 1, 1) == '#'
+      if not is_custom then number = number + 1 end
+      redis.call('HSET', job_key(job.id), is_custom and 'custom' or 'tag' .. number, tag)
       redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, job.id)
     end
+    if number > 0 then rare().count_tags(job.tenant, tags, job.level, 1) end
     if metadata ~= '' then redis.call('SET', P .. ':metadata:' .. job.id, metadata) end
   end
 end
@@ -541,7 +546,9 @@ end
 -- A list of a job's tags.
 function lists.read_tags(id)
   local tags = {}
-  for _, tag in ipairs(redis.call('HMGET', job_key(id), 'tag1', 'tag2', 'tag3', 'tag4')) do tags[#tags + 1] = tag or nil end
+  for _, tag in ipairs(redis.call('HMGET', job_key(id), 'tag1', 'tag2', 'tag3', 'tag4', 'custom')) do
+    tags[#tags + 1] = tag or nil
+  end
   return tags
 end
 
@@ -700,9 +707,6 @@ end
 -- Otherwise the job waits outside of the queue, in P:awaiting:<tenant>, until older tokens or jobs no longer count.
 -- Background work over its tenant's rates waits there too, until the rates allow it.
 local token_limit, next_due = {}, nil
-
--- Functions that few jobs need; see *Rare functions*.
-local rare
 
 do
   local MAX_WAITING_TENANTS = 32
@@ -951,8 +955,8 @@ local function note_lease_end(job, now, why)
 end
 
 -- Rare functions ---------------------------------------------------------------------------------
--- Keys, rates of background work, and further attempts. They are made at their first use, because a script pays for each
--- function that it makes.
+-- Keys, rates of background work, further attempts, and counts of tags. They are made at their first use, because a script
+-- pays for each function that it makes.
 do
   local made
 
@@ -1106,6 +1110,44 @@ do
       note_due(job)
     end
 
+    -- `tag`: `<tenant>:<tag>`.
+    local function counts_key(tag) return P .. ':tag_counts:' .. tag end
+    local function is_custom(tag) return string.sub(tag, 1, 1) == '#' end
+
+    -- Counts a tenant's jobs of these tags, as long as one of these is listed: `<level>`, those that were accepted, and
+    -- `<state>:<level>`, those that have ended.
+    function made.count_tags(tenant, tags, field, by)
+      for tag in string.gmatch(tags, '%S+') do
+        if not is_custom(tag) then redis.call('HINCRBY', counts_key(tenant .. ':' .. tag), field, by) end
+      end
+    end
+
+    -- Counts an ended job for its tags. `recent`: the ends since `begun`, each of which counts e times less after RATE_MS. `at`:
+    -- when the last one came.
+    function made.end_tags(job, state, now)
+      local RATE_MS, FEW = 60000, 0.05
+      made.count_tags(job.tenant, job.tags, state .. ':' .. job.level, 1)
+      for tag in string.gmatch(job.tags, '%S+') do
+        if not is_custom(tag) then
+          local key = counts_key(job.tenant .. ':' .. tag)
+          local begun, at, recent = unpack(redis.call('HMGET', key, 'begun', 'at', 'recent'))
+          recent = finite(recent) * math.exp(math.min(0, finite(at) - now) / RATE_MS)
+          -- An end after a long pause begins anew, and does not count itself.
+          if not begun or recent < FEW and now - finite(at) > RATE_MS then begun, recent = now, -1 end
+          redis.call('HSET', key, 'begun', begun, 'at', now, 'recent', string.format('%.4f', recent + 1))
+        end
+      end
+    end
+
+    -- Removes a job from the sets of these tags. The last one takes the counts with it.
+    function made.untag(tenant, tags, id)
+      for tag in string.gmatch(tags, '%S+') do
+        local key = P .. ':tagged:' .. tenant .. ':' .. tag
+        redis.call('ZREM', key, id)
+        if redis.call('EXISTS', key) == 0 then redis.call('DEL', counts_key(tenant .. ':' .. tag)) end
+      end
+    end
+
     -- How often a job may be tried, and the mean ms before its second attempt: its own terms, or else the pool's.
     function made.terms_of(retry)
       local DEFAULT_PAUSE_MS = 1000
@@ -1134,7 +1176,8 @@ do
     function made.submit_successor(old, successor, number, pause, now)
       local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
         'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
-        'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'extra', 'submitted', 'accepted'}
+        'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'custom', 'extra', 'submitted',
+        'accepted'}
       local id, request = unpack(successor)
       local job, fields = {id = id}, {}
       for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
@@ -1154,9 +1197,8 @@ do
       redis.call('SADD', P .. ':open', id)
       redis.call('SADD', P .. ':tenant:' .. job.tenant .. ':open', id)
       redis.call('ZADD', lists.key(pause > 0 and 'scheduled' or 'queued', job.tenant), 0, id)
-      for at = 1, 4 do
-        if job['tag' .. at] then redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. job['tag' .. at], 0, id) end
-      end
+      for _, tag in ipairs(lists.read_tags(id)) do redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, id) end
+      made.count_tags(job.tenant, lists.tags_of(id, job.extra), job.level, 1)
       local metadata = job.extra and redis.call('GET', P .. ':metadata:' .. old.id)
       if metadata then sure('SET', P .. ':metadata:' .. id, metadata) end
       count_bytes(P .. ':stored', job.tenant, job.held)
@@ -1275,7 +1317,7 @@ local function subtract_expired(max_keys)
     local tenant, id, state, tags = string.match(member, '^%d+ (%S+) job:(%S+) ?(%S*)(.*)$')
     if id then
       if state ~= '' then redis.call('ZREM', lists.key(state, tenant), id) end
-      for tag in string.gmatch(tags, '%S+') do redis.call('ZREM', P .. ':tagged:' .. tenant .. ':' .. tag, id) end
+      if tags ~= '' then rare().untag(tenant, tags, id) end
     end
   end
 end
@@ -1451,7 +1493,9 @@ do
 
   local function note_completion(job, config, now, state)
     local key = P .. ':ended:' .. job.tenant
-    local entry = string.match(job.id, '[^.]*$') .. ' ' .. state .. (job.tags ~= '' and ' ' .. job.tags or '')
+    local tags = job.tags
+    if tags ~= '' then tags = string.gsub(tags, ' ?#%S+', '') end
+    local entry = string.match(job.id, '[^.]*$') .. ' ' .. state .. (tags ~= '' and ' ' .. tags or '')
     if redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', '~', MAX_ENDED, '*', 'j', entry) then return end
     local last = redis.call('HGET', P .. ':ended_before', job.tenant) or '0-0'
     redis.call('XADD', key, '*', 'j', entry, 'after', last)
@@ -1558,6 +1602,7 @@ do
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     if job.webhooks ~= '' then note_webhooks(job, state) end
     if job.extra ~= '' then rare().give_up(job, now) end
+    if job.tags ~= '' then rare().end_tags(job, state, now) end
     if job.stopped_by ~= '' then note_stopped(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then

@@ -165,6 +165,8 @@ def test_wrong_batches_are_refused(api: openai.OpenAI, http: httpx.Client) -> No
         ({"completion_window": "soon"}, "completion_window"),
         ({"metadata": {"k": 1}}, "metadata"),
         ({"colour": "red"}, "colour"),
+        ({"max_attempts": 9}, "max_attempts"),
+        ({"retry_backoff_s": -1}, "retry_backoff_s"),
     ):
         answer = http.post("/v1/batches", json={**whole, **change})
         assert answer.status_code in (400, 404), answer.text

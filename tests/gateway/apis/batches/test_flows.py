@@ -303,6 +303,37 @@ def test_a_flow_by_the_clients(http: httpx.Client, engine: EchoEngine, redis_url
     asyncio.run(by_async())
 
 
+def test_a_schedule_starts_a_flow_whose_rows_take_its_attempts(
+    http: httpx.Client, engine: EchoEngine, redis_url: str, folder: Path
+) -> None:
+    with Client(redis_url) as client:
+        flow = client.flow(files_url=str(folder), max_attempts=3, retry_backoff_s=0.5)
+        own = {"model": MODEL, "messages": [{"role": "user", "content": "{{a.text}}!"}], "max_attempts": 2}
+        flow.add("a", model=MODEL, messages=[{"role": "user", "content": "hello"}])
+        flow.add("b", **own)
+        with pytest.raises(RequestError) as refused:
+            flow.schedule(cron="61 * * * *")
+        assert refused.value.param == "cron"
+        made = flow.schedule(every_s=3600, name="hourly")
+        client.schedules.run_now(made.id)
+        until_s = time.monotonic() + 60
+        while not (runs := client.schedules.runs(made.id)):
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        batch = ended(http, runs[0].object_id)
+        client.schedules.delete(made.id)
+        assert lines_of(http, batch) == {"a": "hello", "b": "hello!"}
+        assert (batch["endpoint"], batch["max_attempts"], batch["retry_backoff_s"]) == (FLOW_ENDPOINT, 3, 0.5)
+        newest = client.jobs(limit=2).jobs
+        assert [job.max_attempts for job in newest] == [2, 3], "a row's own number counts"
+        counts = client.sets.counts(batch=batch["id"])
+        assert (dict(counts.states), counts.num_open, counts.rate_per_s) == ({"succeeded": 2}, 0, None)
+        for wrong in ({"max_attempts": 9}, {"retry_backoff_s": -1}):
+            with pytest.raises(RequestError) as refused:
+                client.flow(files_url=str(folder), **wrong)  # type: ignore[arg-type]
+            assert refused.value.param == next(iter(wrong))
+
+
 def test_a_client_without_files_says_what_it_needs(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

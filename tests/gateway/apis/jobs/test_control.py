@@ -97,7 +97,7 @@ def test_jobs_have_tags_and_metadata_and_are_listed_by_them(callers: Callers) ->
         ("background=1", "background"),
         ("submitted_after=x", "submitted_after"),
         ("after=junk", "after"),
-        ("limit=101", "limit"),
+        ("limit=1001", "limit"),
         ("color=red", "color"),
     ],
 )

@@ -125,6 +125,12 @@ def test_a_moment_starts_its_job_by_itself(callers: Callers) -> None:
             400,
             "completion_window",
         ),
+        ({"every_s": 60, "job": None, "batch": {"input_file_id": "f", "endpoint": "/v1/x"}}, 400, "batch.endpoint"),
+        (
+            {"every_s": 60, "job": None, "batch": {"input_file_id": "f", "endpoint": "flow", "max_attempts": 9}},
+            400,
+            "max_attempts",
+        ),
     ],
 )
 def test_wrong_schedules_name_their_field(callers: Callers, body: dict[str, Any], status: int, param: str) -> None:

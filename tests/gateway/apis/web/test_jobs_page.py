@@ -46,6 +46,7 @@ def test_jobs_are_filtered_and_opened(page: Page, url: str, http: httpx.Client) 
     page.get_by_label("Tag").fill("run:7")
     page.get_by_role("button", name="Show", exact=True).click()
     expect(page.locator(".job")).to_have_count(1)
+    expect(page.locator("#job-status")).to_have_text("run:7: 1 of 1 ended, 1 succeeded")
     entry(page, tagged).locator(".job").click()
     expect(entry(page, tagged).locator("pre")).to_have_text("the text of one")
     for text in ("15 in the prompt (0 from the cache), 15 generated", '{"for":"a test"}', "Waited in the queue"):

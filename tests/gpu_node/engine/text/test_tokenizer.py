@@ -15,7 +15,7 @@ from fakes.sentencepiece import write_sentencepiece_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError
@@ -338,14 +338,6 @@ def test_a_chat_is_refused_unencoded_only_if_it_has_more_tokens(
         assert ids == tokenizer.encode_chat(chat)
         rendered = len(tokenizer.decode(ids).encode())
         assert rendered <= max_tokens * tokenizer.max_token_bytes, "a text that cannot fit was encoded"
-
-
-def test_normalizer_removes_the_bound_of_bytes_per_token(tiny_model: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
-    backend: Any = Backend.from_file(str(folder / "tokenizer.json"))
-    backend.normalizer = normalizers.Strip()
-    backend.save(str(folder / "tokenizer.json"))
-    assert Tokenizer(folder).max_token_bytes == 0
 
 
 def test_chat_that_renders_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
