@@ -49,7 +49,7 @@ def error_of(response) -> dict[str, str]:
         ({"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"n": 17}, "n"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),

@@ -385,7 +385,7 @@ async def test_weight_is_the_clients_or_the_terms(redis_url: str, told_node: Fak
     ("prompt", "options", "param", "says"),
     [
         ("x", {"temperature": 11}, "temperature", "10"),
-        ("x", {"top_p": 0}, "top_p", "0"),
+        ("x", {"top_p": 1.1}, "top_p", "1"),
         ("x", {"n": 17}, "n", "16"),
         ("x", {"max_tokens": 0}, "max_tokens", "1"),
         ("x", {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "must not exceed max_tokens"),
