@@ -7,9 +7,9 @@ job. The successor encodes the log again, and sends what follows that position.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+from zlib import adler32
 
 import msgpack
 from starlette.types import Message, Scope
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.gateway.kept.connection import KeptConnection
-from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, WITHIN, AnswerSlot, Left
+from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, NO_EVENTS, WITHIN, AnswerSlot, Left
 from penstock.runtime import crash_points
 
 _KEPT = "penstock.kept"
@@ -102,9 +102,9 @@ class AnswerKeep:
         self.count = slot.count
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS
         self._behind = [*left.counters]
-        self._replayed = [0] * len(self._behind)
+        self._replayed = [*NO_EVENTS * (len(self._behind) // 2)]
         self.num_behind = sum(count > 0 for count in self._behind[::2])
-        slot.counters = [*left.counters]
+        slot.counters = left.counters
         self._swallows_head = left.total > 0
         self.was_within_event = bool(left.flags & WITHIN)
         self._cycle.transport = KeptTransport(self._cycle.transport, slot, self)  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class AnswerKeep:
             return b"", events
         old, new = events[:left], events[left:]
         self._replayed[at] += len(old)
-        self._replayed[at + 1] = zlib.crc32(old, self._replayed[at + 1])
+        self._replayed[at + 1] = adler32(old, self._replayed[at + 1])
         if self._replayed[at] == self._behind[at]:
             if self._replayed[at + 1] != self._behind[at + 1]:
                 raise StreamDivergedError("the log of the job is no longer the one from which its stream was sent")

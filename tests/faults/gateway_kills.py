@@ -1,7 +1,8 @@
 """`python -m faults.gateway_kills`: gateways are killed at random moments while unmodified clients read their answers.
 
 A keeper (`penstock gateway --keep-connections`) starts each gateway again. The answers are streams and whole ones of
-all APIs, read by plain sockets, fast and byte by byte, by `curl`, and by the clients of OpenAI and Anthropic. Each must
+all APIs, read by plain sockets, fast and byte by byte, by `curl`, and by the clients of OpenAI and Anthropic for Python
+and for Node (where `node` and `npm` are installed). Each must
 be complete and valid to the byte, and equal to that of an undisturbed gateway but for ids and times. Each request must
 have made one job, and no descriptor may be left. The campaign prints what it measured and what was violated.
 """
@@ -26,12 +27,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
+from clients.catalog import Client
+from clients.environments import install
 from faults.tools.redis_process import RedisProcess
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -39,6 +43,7 @@ from tests.gateway.conftest import MODEL, EchoEngine, Stack
 TEXT = "A keeper holds the connection while its gateway is away; the answer goes on where it was. " * 2
 STEP_S = 0.02
 PATIENCE_S = 120.0
+KILLS = Client("kills", "openai and @anthropic-ai/sdk (Node)", "kills.mjs", "answers while gateways are killed")
 NOTHING = 52
 """curl's status for a connection that was closed without a byte."""
 _ID = re.compile(rb"(echo\.)?[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -414,6 +419,28 @@ class Campaign:
                 except Exception as error:
                     self._fail(case, "anthropic", error)
 
+    def read_by_node(self, command: list[str], *, readers: int) -> None:
+        """Ask by the clients of OpenAI and Anthropic for Node, in one process."""
+        env = {
+            **os.environ,
+            "PENSTOCK_URL": self.gateway.url,
+            "PENSTOCK_MODEL": MODEL,
+            "PENSTOCK_TEXT": TEXT,
+            "PENSTOCK_READERS": str(readers),
+        }
+        cases = {case.name: case for case in CASES}
+        with subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            threading.Thread(target=lambda: (self.stops.wait(), process.stdin.close()), daemon=True).start()
+            for line in process.stdout:
+                told = json.loads(line)
+                case = cases[told["case"]]
+                if "error" in told:
+                    self._fail(case, "Node", RuntimeError(told["error"]))
+                else:
+                    body = self._expected[case.name] if told["text"] == TEXT else told["text"].encode()
+                    self._note(case, "Node", body, [(at_s, length_s) for at_s, length_s in told["gaps"]])
+
     def readers(self, *, each: int) -> Iterator[Callable[[], None]]:
         """Yield what runs in a thread each."""
         for _ in range(each):
@@ -424,6 +451,8 @@ class Campaign:
             yield self.read_by_anthropic
             if shutil.which("curl"):
                 yield self.read_by_curl
+        if shutil.which("npm"):
+            yield partial(self.read_by_node, install(KILLS), readers=2 * each)
 
 
 def undisturbed(gateway: KeptGateway) -> dict[str, bytes]:
