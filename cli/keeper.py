@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn, Self
 
+from penstock import __version__
 from penstock.cli.keeper_upgrade import HandedKeeper, become, own_command, slot_version_of
 from penstock.cli.processes import (
     BackOff,
@@ -359,7 +360,7 @@ async def _run_kept(command: ChildCommand, settings: GatewaySettings, logs: LogS
             if os.environ.get(PROGRESS_VARIABLE) == "json":
                 print(json.dumps(ready), flush=True)  # noqa: T201
         elif (ready := await _ready_or_restarted(child)) is not None:
-            _log.warning("gateway serves again, and its keeper is of another release", extra={"prefix": sys.prefix})
+            _log.warning("gateway serves again, with its keeper", extra={"release": __version__, "prefix": sys.prefix})
         address = f"port {settings.port}" if ready is None else ready["url"]
         manager.ready(f"listens on {address}, from {sys.prefix}")
         try:

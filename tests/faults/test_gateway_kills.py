@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from faults.gateway_kills import CASES, Answer, Case, KeptGateway, Reader, num_jobs_of, run, same, undisturbed
+from faults.gateway_kills import KeptGateway, num_jobs_of, run, undisturbed
+from faults.tools.answers import CASES, Answer, Case, Reader, same
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
