@@ -175,12 +175,16 @@ class AnswerSlot:
             others[at] += len(events)
             others[at + 1] = adler32(events, others[at + 1])
 
-    def put(self, data: bytes, num_waiting: int) -> bool:
+    def put(self, data: bytes, num_waiting: int, events: bytes = b"") -> bool:
         """Note the answer's next bytes, before they are written. Return whether the slot could.
 
-        `num_waiting`: bytes of the connection that the kernel has not taken.
+        `num_waiting`: bytes of the connection that the kernel has not taken. `events`: events of the first job in the
+        bytes, which are counted as `count` does: another call would take as long as the sum.
         """
         size = used = len(data)
+        if events:
+            self._num_events += len(events)
+            self._checksum = adler32(events, self._checksum)
         if num_waiting:
             end, used = self._at + self._used, self._used + size
         else:

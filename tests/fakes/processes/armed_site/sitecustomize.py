@@ -1,6 +1,6 @@
 """Kills gateways that have a keeper at crash points, where this folder is in PYTHONPATH.
 
-FAULTS_OF_GATEWAYS="between|ring and commit|3;after|put|1": the first gateway is killed the third time that it is at that
+FAULTS_OF_GATEWAYS="between|ring and commit|3;after|put|1": the first gateway is killed the third time that it is at its
 point, the second one when a slot has its first bytes, before they are written. An empty fault kills none.
 FAULTS_COUNTED is a file that grows by a byte for each gateway. What follows `repeat;` is the fault of all gateways.
 """
@@ -41,8 +41,8 @@ def _arm(fault: str) -> None:
     crash_points.point = point
     put = AnswerSlot.put
 
-    def put_and_tell(slot: AnswerSlot, data: bytes, num_waiting: int) -> bool:
-        is_put = put(slot, data, num_waiting)
+    def put_and_tell(slot: AnswerSlot, data: bytes, num_waiting: int, events: bytes = b"") -> bool:
+        is_put = put(slot, data, num_waiting, events)
         point("after", "put")
         return is_put
 
