@@ -356,7 +356,7 @@ async def _run_kept(command: ChildCommand, settings: GatewaySettings, logs: LogS
         command = replace(command, env={**command.env, "NOTIFY_SOCKET": ""})
         child = await start_gateway(supervisor, command, keeper)
         if handed is None:
-            ready = await child.ready(timeout_s=START_TIMEOUT_S)
+            ready: Event | None = await child.ready(timeout_s=START_TIMEOUT_S)
             if os.environ.get(PROGRESS_VARIABLE) == "json":
                 print(json.dumps(ready), flush=True)  # noqa: T201
         elif (ready := await _ready_or_restarted(child)) is not None:
