@@ -26,7 +26,7 @@ HANDED_VARIABLE = "PENSTOCK_GATEWAY_HANDED"
 """Environment variable of a keeper that goes on with another one's connections: the descriptor that describes them."""
 CHECK_VARIABLE = "PENSTOCK_GATEWAY_CHECK"
 """Environment variable of a command that only checks its settings and prints the version of its slots."""
-CHECK_TIMEOUT_S = 30.0
+CHECK_TIMEOUT_S = 60.0
 _MAX_BYTES = 16 << 20
 
 

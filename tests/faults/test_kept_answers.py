@@ -32,7 +32,9 @@ AT_EACH_POINT = (
     "between|ring and commit|1",
 )
 LONG = Case(
-    "long completion", "/v1/completions", {"model": MODEL, "prompt": TEXT * 9, "max_tokens": 1500, "stream": True}
+    "long completion",
+    "/v1/completions",
+    {"model": MODEL, "prompt": TEXT, "max_tokens": 150, "n": 16, "logprobs": 1, "stream": True},
 )
 
 
