@@ -19,6 +19,7 @@
 #   make ranks       kill and stop ranks of two nodes 70 times under load, in four shapes (an hour); RANKS="--kills 10" chooses
 #   make drills      restore a backup, and replace nodes and gateways under load; DRILLS=restore chooses
 #   make upgrades    a rolling upgrade to a changed release and back, under load (minutes); UPGRADES="fields --streams 50"
+#                    without UPGRADES also 20 upgrades of a gateway with a keeper, whose open streams go on; KILLS="--upgrades"
 #   make site        the documentation as a site in build/site/html, which needs no server
 #   make dashboards  write ops/observe/dashboards from their Python
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
@@ -157,6 +158,7 @@ drills: $(STAMP)
 
 upgrades: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.upgrades $(UPGRADES)
+	$(if $(UPGRADES),,PYTHONPATH=tests:ops:. $(BIN)/python -m faults.gateway_kills --upgrades --kills 20)
 
 site: $(SLOW_STAMP)
 	PYTHONPATH=ops $(BIN)/python -m docs_site

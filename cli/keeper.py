@@ -13,17 +13,21 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn, Self
 
+from penstock import __version__
+from penstock.cli.keeper_upgrade import HandedKeeper, become, own_command, slot_version_of
 from penstock.cli.processes import (
     BackOff,
     Child,
     ChildCommand,
+    Event,
     ProcessDiedError,
     Say,
     Supervisor,
@@ -33,7 +37,7 @@ from penstock.cli.processes import (
     run_until_stopped,
 )
 from penstock.contract.errors import ConfigError
-from penstock.gateway.kept.slots import SLOT_BYTES
+from penstock.gateway.kept.slots import SLOT_BYTES, VERSION
 from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
 from penstock.runtime.kept_sockets import DROP, KEEP, LEAVE, READY, Inherited, receive_message, send_message, shut_down
 from penstock.runtime.logging import LogSettings
@@ -50,6 +54,14 @@ BACKLOG = 2048
 """Connections that wait while no gateway accepts them, as many as a gateway of its own lets wait."""
 
 
+def num_slots() -> int | None:
+    """Return how many connections a keeper may hold by this process's limit of open files. None: no keeper here."""
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_SLOTS if limit == resource.RLIM_INFINITY else max(0, min(MAX_SLOTS, limit - MIN_OTHER_FILES))
+
+
 class ConnectionKeeper:
     """Holds what a gateway and its successors share."""
 
@@ -61,6 +73,8 @@ class ConnectionKeeper:
         """Slot → descriptor of its connection."""
         self.is_leaving = False
         """Whether the gateway was asked to end, so that a new one takes over."""
+        self.next_command: Sequence[str] = ()
+        """The command of the keeper that replaces this one when the gateway has ended, or empty."""
         self._control: socket.socket | None = None
         self._theirs: socket.socket | None = None
         self._unsent: deque[tuple[bytes, int, int | None]] = deque()
@@ -73,11 +87,8 @@ class ConnectionKeeper:
 
         Raises ConfigError if the address is taken.
         """
-        if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
-            return None
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        num_slots = MAX_SLOTS if limit == resource.RLIM_INFINITY else min(MAX_SLOTS, limit - MIN_OTHER_FILES)
-        if num_slots <= 0:
+        slots_here = num_slots()
+        if not slots_here:
             return None
         try:
             # It resolves the host and sets the options of the sockets as the server of a gateway does.
@@ -91,8 +102,25 @@ class ConnectionKeeper:
         for listener in listeners:
             listener.listen(BACKLOG)
         slots = os.memfd_create("penstock-slots")
-        os.ftruncate(slots, num_slots * SLOT_BYTES)
-        return cls(listeners, slots, num_slots)
+        os.ftruncate(slots, slots_here * SLOT_BYTES)
+        return cls(listeners, slots, slots_here)
+
+    @classmethod
+    def take_over(cls, handed: HandedKeeper) -> Self:
+        """Hold what another keeper has handed to this process."""
+        keeper = cls([socket.socket(fileno=number) for number in handed.listeners], handed.slots, handed.num_slots)
+        keeper._kept, keeper._ended_ns = dict(handed.kept), handed.ended_ns
+        keeper._expiry = asyncio.get_running_loop().call_later(KEEP_S, keeper._expire)
+        return keeper
+
+    def hand_over(self) -> None:
+        """Become the keeper of `next_command`. It returns only where that is not possible."""
+        command, self.next_command = self.next_command, ()
+        listeners = [listener.fileno() for listener in self._listeners]
+        try:
+            become(command, HandedKeeper(listeners, self._slots, self._num_slots, self._kept, self._ended_ns))
+        except OSError as error:
+            _log.error("the new release does not start, so this one goes on", extra={"reason": str(error)})
 
     @property
     def num_kept(self) -> int:
@@ -237,6 +265,8 @@ async def keep_gateway(
     while True:
         await child.ended()
         keeper.gateway_ended()
+        if keeper.next_command:
+            keeper.hand_over()
         is_planned, keeper.is_leaving = keeper.is_leaving, False
         pause_s = 0.0 if is_planned else back_off.pause_s(time.monotonic() - started_s)
         how = f"it starts again {f'in {pause_s:g} s' if pause_s else 'at once'}"
@@ -256,10 +286,43 @@ async def keep_gateway(
         say(f"{command.name} serves again")
 
 
-def on_hangup(call: Callable[[], object]) -> None:
-    """Let SIGHUP call something, unless it means that the terminal of this process is gone, or is ignored."""
+class Upgrade:
+    """Lets the keeper, and with it the gateway, become those of the release that its command leads to now."""
+
+    def __init__(self, keeper: ConnectionKeeper, supervisor: Supervisor) -> None:
+        """The only child of the `supervisor` is the gateway."""
+        self._keeper = keeper
+        self._supervisor = supervisor
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run(), name="upgrade")
+
+    async def _run(self) -> None:
+        command = own_command()
+        version = await slot_version_of(command)
+        if version is None:
+            return
+        self._keeper.next_command = command
+        if version == VERSION:
+            self._keeper.leave()
+            return
+        _log.warning(
+            "the new release cannot go on with open answers, so the gateway drains first",
+            extra={"slot_version": VERSION, "next_slot_version": version},
+        )
+        await self._supervisor.children[0].stop()
+
+
+def on_hangup(call: Callable[[], object], *, is_ignored_for_now: bool = False) -> None:
+    """Let SIGHUP call something, unless it means that the terminal of this process is gone, or is ignored.
+
+    `is_ignored_for_now`: whether the keeper before this one had it ignored, until this one handles it.
+    """
     has_terminal = any(os.isatty(number) for number in (0, 2))
-    if not has_terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    if is_ignored_for_now or (not has_terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, call)
 
 
@@ -269,29 +332,47 @@ START_TIMEOUT_S = 60.0
 
 
 def run_kept_gateway(command: ChildCommand, settings: GatewaySettings, logs: LogSettings) -> None:
-    """Run a gateway and its successors until SIGTERM or SIGINT. SIGHUP restarts the gateway, and cuts no answer."""
+    """Run a gateway and its successors until SIGTERM or SIGINT.
+
+    SIGHUP replaces this process and its gateway by those of the installed release, and cuts no answer.
+    """
     run_until_stopped(_run_kept(command, settings, logs), status=0)
 
 
 async def _run_kept(command: ChildCommand, settings: GatewaySettings, logs: LogSettings) -> None:
     manager = ServiceManager.of_environment()
     async with Supervisor(relay_of(logs), log_variables(logs)) as supervisor:
-        keeper = await ConnectionKeeper.open(settings.host, settings.port)
+        handed = HandedKeeper.of_environment()
+        if handed is None:
+            keeper = await ConnectionKeeper.open(settings.host, settings.port)
+        else:
+            keeper = ConnectionKeeper.take_over(handed)
         if keeper is None:
             _log.warning("connections cannot outlive the gateway on this system")
         else:
             supervisor.before_stop.append(keeper.close)
-            on_hangup(keeper.leave)
+            on_hangup(Upgrade(keeper, supervisor).start, is_ignored_for_now=handed is not None)
         # Only this process is the service's main process, so it alone tells the service manager.
         command = replace(command, env={**command.env, "NOTIFY_SOCKET": ""})
         child = await start_gateway(supervisor, command, keeper)
-        ready = await child.ready(timeout_s=START_TIMEOUT_S)
-        if os.environ.get(PROGRESS_VARIABLE) == "json":
-            print(json.dumps(ready), flush=True)  # noqa: T201
-        manager.ready(f"listens on {ready['url']}")
+        if handed is None:
+            ready: Event | None = await child.ready(timeout_s=START_TIMEOUT_S)
+            if os.environ.get(PROGRESS_VARIABLE) == "json":
+                print(json.dumps(ready), flush=True)  # noqa: T201
+        elif (ready := await _ready_or_restarted(child)) is not None:
+            _log.warning("gateway serves again, with its keeper", extra={"release": __version__, "prefix": sys.prefix})
+        address = f"port {settings.port}" if ready is None else ready["url"]
+        manager.ready(f"listens on {address}, from {sys.prefix}")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(manager.feed())
                 tasks.create_task(keep_gateway(supervisor, child, command, keeper, _log.warning))
         finally:
             manager.stopping()
+
+
+async def _ready_or_restarted(child: Child) -> Event | None:
+    """Return the ready event of a gateway for which connections wait, or None if it has ended: it is started again."""
+    with suppress(ProcessDiedError):
+        return await child.ready()
+    return None

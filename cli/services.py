@@ -18,6 +18,7 @@ import typer
 
 from penstock.cli.demo_model import SAMPLING, default_model, is_demo
 from penstock.cli.keeper import run_kept_gateway
+from penstock.cli.keeper_upgrade import CHECK_VARIABLE, say_version
 from penstock.cli.options import Problems, docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
 from penstock.cli.processes import gateway_command, node_command
@@ -198,6 +199,9 @@ def gateway(**given: Any) -> None:
     settings = GatewaySettings.load(**given | {"redis_url": url})
     configure_logging(logs)
     if settings.keep_connections and Inherited.of_environment() is None:
+        if os.environ.get(CHECK_VARIABLE):
+            say_version()
+            return
         # Arguments are visible to all users of a machine, variables are not.
         words = words_of(
             {name: value for name, value in given.items() if name not in ("redis_url", "api_key")}, GATEWAY_FLAGS

@@ -35,7 +35,7 @@ class GatewaySettings(Settings):
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
-    unchecked_env: ClassVar[frozenset[str]] = Settings.unchecked_env | {"API_KEY_FILE", "KEEPER"}
+    unchecked_env: ClassVar[frozenset[str]] = Settings.unchecked_env | {"API_KEY_FILE", "KEEPER", "HANDED", "CHECK"}
     secrets: ClassVar[frozenset[str]] = frozenset({"api_key"})
 
     redis_url: str | None = None

@@ -20,6 +20,7 @@ import typer
 
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
 from penstock.cli.machine.check import Check as Check
+from penstock.cli.machine.kept_connections import check_kept_connections
 from penstock.cli.machine.plan import planned, summary
 from penstock.cli.output import AsJson, JsonArray
 from penstock.cli.services import missing_packages, missing_requirements
@@ -92,7 +93,7 @@ def doctor(
     url = settings.redis_url or running_url(settings.runtime_dir)
     checks = asyncio.run(check_each(redis_names_of(redis_url))) if url else [check_embedded()]
     checks += check_machine()
-    checks += [check_demo_model(), *check_plan(), *check_extras()]
+    checks += [check_kept_connections(), check_demo_model(), *check_plan(), *check_extras()]
     if as_json:
         with JsonArray() as array:
             array.add(*map(asdict, checks))

@@ -7,9 +7,9 @@ job. The successor encodes the log again, and sends what follows that position.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+from zlib import adler32
 
 import msgpack
 from starlette.types import Message, Scope
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.gateway.kept.connection import KeptConnection
-from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, WITHIN, AnswerSlot, Left
+from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, NO_EVENTS, WITHIN, AnswerSlot, Left
 from penstock.runtime import crash_points
 
 _KEPT = "penstock.kept"
@@ -55,9 +55,9 @@ class KeptTransport:
         self._put = slot.put
         self._answer = weakref.ref(answer)
 
-    def write(self, data: bytes) -> None:
-        """Note and write the answer's next bytes."""
-        if not self._put(data, self._num_waiting()) and (answer := self._answer()) is not None:
+    def write(self, data: bytes, events: bytes = b"") -> None:
+        """Note and write the answer's next bytes. `events` are those of `AnswerSlot.put`."""
+        if not self._put(data, self._num_waiting(), events) and (answer := self._answer()) is not None:
             answer.give_up("too_many_bytes")
         self._write(data)
 
@@ -77,7 +77,8 @@ class AnswerKeep:
         self._connection = connection
         self._cycle = cycle
         self._send = cycle.send
-        self._slot: AnswerSlot | None = None
+        self.slot: AnswerSlot | None = None
+        """The slot that has the answer. Only then is the transport of the cycle a `KeptTransport`."""
         self.count: Callable[[int, bytes], None] = _count_nothing
         """Counts events of a job that are written next. Only while not `is_behind`."""
         self._behind: list[int] = []
@@ -98,13 +99,13 @@ class AnswerKeep:
         self, slot: AnswerSlot, left: Left, record: Mapping[str, Any], on_first_bytes: Callable[[], None]
     ) -> None:
         """Go on with the answer of an earlier gateway. `on_first_bytes` is called with its first new bytes."""
-        self._slot, self.record, self._on_first_bytes = slot, record, on_first_bytes
+        self.slot, self.record, self._on_first_bytes = slot, record, on_first_bytes
         self.count = slot.count
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS
         self._behind = [*left.counters]
-        self._replayed = [0] * len(self._behind)
+        self._replayed = [*NO_EVENTS * (len(self._behind) // 2)]
         self.num_behind = sum(count > 0 for count in self._behind[::2])
-        slot.counters = [*left.counters]
+        slot.counters = left.counters
         self._swallows_head = left.total > 0
         self.was_within_event = bool(left.flags & WITHIN)
         self._cycle.transport = KeptTransport(self._cycle.transport, slot, self)  # type: ignore[assignment]
@@ -112,7 +113,7 @@ class AnswerKeep:
     @property
     def is_kept(self) -> bool:
         """Whether a slot has the answer."""
-        return self._slot is not None
+        return self.slot is not None
 
     @property
     def has_head(self) -> bool:
@@ -127,28 +128,28 @@ class AnswerKeep:
     def begin(self, facts: Mapping[str, Any], num_counters: int = 1) -> None:
         """Note the record of a new answer, before its jobs are submitted. An answer that cannot be kept is counted."""
         cycle = self._cycle
-        if self._slot is not None or num_counters > MAX_COUNTERS:
+        if self.slot is not None or num_counters > MAX_COUNTERS:
             return
         if cycle.response_started or cycle.scope["http_version"] != "1.1" or cycle.scope["method"] == "HEAD":
             return
         data = msgpack.packb(
             {"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts}
         )
-        self._slot = slot = self._connection.begin(data, num_counters)
+        self.slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
             self.count = slot.count
             cycle.transport = KeptTransport(cycle.transport, slot, self)  # type: ignore[assignment]
 
     def add(self, facts: Mapping[str, Any]) -> None:
         """Add to the record of an answer that has sent nothing yet."""
-        if self._slot is not None and not self._slot.add(msgpack.packb(facts)):
+        if self.slot is not None and not self.slot.add(msgpack.packb(facts)):
             self.give_up("large_record")
 
     def give_up(self, reason: str) -> None:
         """Let the answer end with this gateway, because its slot has no room."""
-        if self._slot is not None:
-            self._connection.give_up(self._slot, reason)
-            self._slot, self.count = None, _count_nothing
+        if self.slot is not None:
+            self._connection.give_up(self.slot, reason)
+            self.slot, self.count = None, _count_nothing
             self._cycle.transport = self._connection.transport
 
     def split(self, counter: int, events: bytes) -> tuple[bytes, bytes]:
@@ -163,7 +164,7 @@ class AnswerKeep:
             return b"", events
         old, new = events[:left], events[left:]
         self._replayed[at] += len(old)
-        self._replayed[at + 1] = zlib.crc32(old, self._replayed[at + 1])
+        self._replayed[at + 1] = adler32(old, self._replayed[at + 1])
         if self._replayed[at] == self._behind[at]:
             if self._replayed[at + 1] != self._behind[at + 1]:
                 raise StreamDivergedError("the log of the job is no longer the one from which its stream was sent")
@@ -176,7 +177,7 @@ class AnswerKeep:
 
     def _go_on(self) -> None:
         """Note that the answer is where the earlier gateway left it."""
-        if self._slot is not None:
+        if self.slot is not None:
             crash_points.point("before", "first byte of a takeover")
             self.survive()
 
@@ -184,22 +185,22 @@ class AnswerKeep:
         """Note that this gateway goes on with the answer, so it is not the kind that kills its gateway."""
         told, self._on_first_bytes = self._on_first_bytes, _nothing
         told()
-        if self._slot is not None:
-            self._slot.set_takeovers(0)
+        if self.slot is not None:
+            self.slot.set_takeovers(0)
 
     def note_within(self, *, is_within: bool) -> None:
         """Note whether the bytes that are written next end within an event."""
-        if self._slot is not None:
-            self._slot.flags = self._slot.flags | WITHIN if is_within else self._slot.flags & ~WITHIN
+        if self.slot is not None:
+            self.slot.flags = self.slot.flags | WITHIN if is_within else self.slot.flags & ~WITHIN
 
     def note_failure(self) -> None:
         """Note that the bytes that are written next are the error with which the answer ends."""
-        if self._slot is not None:
-            self._slot.flags |= FAILED
+        if self.slot is not None:
+            self.slot.flags |= FAILED
 
     async def send(self, message: Message) -> None:
         """Send a message of ASGI. That with the head is left out if the client has the head."""
-        slot = self._slot
+        slot = self.slot
         if slot is not None:
             if message["type"] == "http.response.start":
                 if self._swallows_head:
@@ -233,7 +234,7 @@ class AnswerKeep:
 
     def release(self) -> None:
         """Let the slot go, and forget the cycle, which otherwise would be left to the garbage collector."""
-        self._slot, self.count = None, _count_nothing
+        self.slot, self.count = None, _count_nothing
         self._cycle.__dict__.pop("send", None)
         self._cycle.transport = self._connection.transport
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import mmap
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import adler32
 
 from penstock.runtime import crash_points
 
@@ -29,7 +29,7 @@ MAX_RECORD_BYTES = 256 << 10
 """The largest record of an answer. An answer with a larger one is not kept."""
 MAX_COUNTERS = 64
 """Most jobs of a stream that is kept."""
-VERSION = 1
+VERSION = 2
 """Of the layout. A successor of another version cannot go on with the answers."""
 FINAL, FAILED, WITHIN, CLOSES = 1, 2, 4, 8
 """Flags of a commit: all bytes of the answer are in it; its error event is; it ends within an event; the connection
@@ -43,7 +43,9 @@ _STATE, _SELECTOR, _AHEAD, _TAKEOVERS, _RECORD_BYTES, _READ = 4, 5, 6, 7, 12, 24
 _COMMIT = "<QQIHB"
 """Bytes of the answer so far, the number of the ring's first byte, its place, the status, and flags."""
 _COUNTER = "QI"
-"""Event bytes of one job, and their checksum."""
+"""Event bytes of one job, and their checksum (`zlib.adler32`, which takes less than half the time of a CRC)."""
+NO_EVENTS = (0, 1)
+"""The counter of a job without event bytes: the checksum of nothing is 1."""
 _BYTES_READ = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 _HALF = SLOT_BYTES // 2
@@ -80,17 +82,20 @@ class AnswerSlot:
     __slots__ = (
         "_at",
         "_base",
+        "_checksum",
         "_commit",
         "_commits",
         "_highest",
         "_memory",
+        "_num_events",
+        "_others",
         "_pack",
+        "_place",
         "_room",
         "_selector",
         "_selector_at",
         "_start",
         "_used",
-        "counters",
         "flags",
         "number",
         "status",
@@ -113,9 +118,21 @@ class AnswerSlot:
         self._selector, self._selector_at = 0, self._base + _SELECTOR
         self._start = self._used = 0
         self.total = self.status = self.flags = 0
-        self.counters = [0] * (2 * num_counters)
+        self._num_events, self._checksum = NO_EVENTS
+        self._others = [*NO_EVENTS * (num_counters - 1)]
+        """The counters of all jobs but the first. Most answers have one job, so its counter is apart."""
         self._at = self._record_at + record_bytes
+        self._place = self._at - self._base
         self._room = self._base + _HALF - self._at
+
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """For each job, the number of event bytes so far, and their checksum."""
+        return (self._num_events, self._checksum, *self._others)
+
+    @counters.setter
+    def counters(self, counters: Sequence[int]) -> None:
+        self._num_events, self._checksum, *self._others = counters
 
     @property
     def _record_at(self) -> int:
@@ -142,6 +159,7 @@ class AnswerSlot:
         memory = self._memory
         memory[self._at : self._at + len(more)] = more
         self._at += len(more)
+        self._place += len(more)
         self._room -= len(more)
         self._highest = max(self._highest, self._at)
         _LENGTH.pack_into(memory, self._base + _RECORD_BYTES, self._at - self._record_at)
@@ -149,34 +167,47 @@ class AnswerSlot:
 
     def count(self, counter: int, events: bytes) -> None:
         """Count the events of a job that the next commit includes."""
-        counters, at = self.counters, 2 * counter
-        counters[at] += len(events)
-        counters[at + 1] = zlib.crc32(events, counters[at + 1])
+        if not counter:
+            self._num_events += len(events)
+            self._checksum = adler32(events, self._checksum)
+        else:
+            others, at = self._others, 2 * counter - 2
+            others[at] += len(events)
+            others[at + 1] = adler32(events, others[at + 1])
 
-    def put(self, data: bytes, num_waiting: int) -> bool:
+    def put(self, data: bytes, num_waiting: int, events: bytes = b"") -> bool:
         """Note the answer's next bytes, before they are written. Return whether the slot could.
 
-        `num_waiting`: bytes of the connection that the kernel has not taken.
+        `num_waiting`: bytes of the connection that the kernel has not taken. `events`: events of the first job in the
+        bytes, which are counted as `count` does: another call would take as long as the sum.
         """
-        memory, size, total = self._memory, len(data), self.total
-        if not num_waiting:
-            self._start, end, used = total, self._at, size
-        else:
+        size = used = len(data)
+        if events:
+            self._num_events += len(events)
+            self._checksum = adler32(events, self._checksum)
+        if num_waiting:
             end, used = self._at + self._used, self._used + size
+        else:
+            self._start, end = self.total, self._at
         if used > self._room:
             if not self._move(num_waiting, size):
                 return False
             end, used = self._at + self._used, self._used + size
-        memory[end : end + size] = data
+        memory, top = self._memory, end + size
+        memory[end:top] = data
         crash_points.point("between", "ring and commit")
-        self._used, self.total = used, total + size
-        if end + size > self._highest:
-            self._highest = end + size
+        self._used = used
+        self.total = total = self.total + size
+        if top > self._highest:
+            self._highest = top
         self._selector = selector = 1 - self._selector
-        place = self._at - self._base
-        self._pack(
-            memory, self._commits[selector], total + size, self._start, place, self.status, self.flags, *self.counters
-        )
+        at, start, place = self._commits[selector], self._start, self._place
+        if self._others:
+            self._pack(memory, at, total, start, place, self.status, self.flags, *self.counters)
+        else:
+            # The same without a tuple: this runs for each token.
+            num_events, checksum = self._num_events, self._checksum
+            self._pack(memory, at, total, start, place, self.status, self.flags, num_events, checksum)
         memory[self._selector_at] = selector
         return True
 
@@ -190,7 +221,7 @@ class AnswerSlot:
             return False
         end = self._at + self._used
         self._memory[at : at + num_waiting] = self._memory[end - num_waiting : end]
-        self._at, self._room = at, room
+        self._at, self._place, self._room = at, at - self._base, room
         self._start, self._used = self.total - num_waiting, num_waiting
         self._highest = max(self._highest, at + num_waiting)
         return True
@@ -253,9 +284,9 @@ class AnswerSlot:
         self._selector = memory[base + _SELECTOR]
         self._highest = base + SLOT_BYTES  # Its end is not known, so all goes back at the end.
         self.total, self.status, self.flags = left.total, left.status, left.flags
-        self.counters = [*left.counters] or self.counters
+        self.counters = left.counters or self.counters
         if left.at:
-            self._at = base + left.at
+            self._at, self._place = base + left.at, left.at
             self._room = base + (_HALF if left.at < _HALF else SLOT_BYTES) - self._at
         self._start, self._used = left.start, left.total - left.start
 

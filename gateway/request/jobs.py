@@ -132,10 +132,24 @@ async def _attached(client: AsyncClient, generation: GenerationRequest, job_id: 
 async def _attach_all(
     client: AsyncClient, generation: GenerationRequest, job_ids: Sequence[str], jobs: list[AsyncJob]
 ) -> None:
-    """Add handles on the jobs of an answer that was taken over to `jobs`.
+    """Add handles on the jobs of an answer that was taken over to `jobs`, also if its caller leaves meanwhile.
 
     Raises UnavailableError if Redis does not know them all: the earlier gateway died before it had submitted them.
     """
+    attaching = asyncio.ensure_future(_attach_each(client, generation, job_ids, jobs))
+    try:
+        await asyncio.shield(attaching)
+    except asyncio.CancelledError:
+        # The caller may have closed its connection while no gateway ran. Jobs without handles could not be canceled.
+        with contextlib.suppress(PenstockError, TimeoutError):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await attaching
+        raise
+
+
+async def _attach_each(
+    client: AsyncClient, generation: GenerationRequest, job_ids: Sequence[str], jobs: list[AsyncJob]
+) -> None:
     for job_id in job_ids:
         try:
             jobs.append(await _attached(client, generation, job_id))

@@ -258,11 +258,15 @@ class EventWriter:
         if self._body is None:
             raise InvariantError("this response has no direct body")
         self._silent = False
-        if self._keep is not None and counter is not None:
-            self._keep.count(counter, events)
+        data, keep = self._framing.events(events), self._keep
         # An empty part would end a chunked body. Some framings have no bytes for some events.
-        if data := self._framing.events(events):
-            self._body.write(data)
+        if data and counter == 0 and keep is not None and keep.slot is not None:
+            self._body.write(data, events)
+        else:
+            if keep is not None and counter is not None:
+                keep.count(counter, events)
+            if data:
+                self._body.write(data)
         crash_points.point("after", "event")
 
     async def write(self, events: bytes, counter: int | None = None) -> None:
@@ -434,9 +438,16 @@ class DirectBody:
             self._flow.write_paused or cycle.disconnected or cycle.response_complete
         )
 
-    def write(self, part: bytes) -> None:
-        """Write one part, which must not be empty. Only while `is_ready`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    def write(self, part: bytes, events: bytes = b"") -> None:
+        """Write one part, which must not be empty. Only while `is_ready`.
+
+        `events`: those of the first job in the part, for an answer whose transport is a `KeptTransport`.
+        """
+        transport: Any = self._cycle.transport
+        if events:
+            transport.write(b"%x\r\n%b\r\n" % (len(part), part), events)
+        else:
+            transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def offer_direct_body(cycle: RequestResponseCycle) -> None:

@@ -1,7 +1,8 @@
 """`python -m faults.gateway_kills`: gateways are killed at random moments while unmodified clients read their answers.
 
 A keeper (`penstock gateway --keep-connections`) starts each gateway again. The answers are streams and whole ones of
-all APIs, read by plain sockets, fast and byte by byte, by `curl`, and by the clients of OpenAI and Anthropic. Each must
+all APIs, read by plain sockets, fast and byte by byte, by `curl`, and by the clients of OpenAI and Anthropic for Python
+and for Node (where `node` and `npm` are installed). Each must
 be complete and valid to the byte, and equal to that of an undisturbed gateway but for ids and times. Each request must
 have made one job, and no descriptor may be left. The campaign prints what it measured and what was violated.
 """
@@ -15,7 +16,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,228 +23,27 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
+from clients.catalog import Client
+from clients.environments import install
+from faults.tools.answers import CASES, PATIENCE_S, TEXT, BrokenAnswerError, Case, Reader, comparable, same
+from faults.tools.linked_releases import LinkedReleases
 from faults.tools.redis_process import RedisProcess
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
-TEXT = "A keeper holds the connection while its gateway is away; the answer goes on where it was. " * 2
 STEP_S = 0.02
-PATIENCE_S = 120.0
+KILLS = Client("kills", "openai and @anthropic-ai/sdk (Node)", "kills.mjs", "answers while gateways are killed")
 NOTHING = 52
 """curl's status for a connection that was closed without a byte."""
-_ID = re.compile(rb"(echo\.)?[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
-_TIME = re.compile(rb'"(created|created_at|completed_at)":\d+')
-_WAITING = re.compile(rb": waiting[^\n]*\n\n?|event: ping\ndata: [^\n]*\n\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kind of request."""
-
-    name: str
-    path: str
-    body: Mapping[str, Any]
-    accept: str = ""
-    num_jobs: int = 1
-
-
-def _chat(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], **fields}
-
-
-CASES = (
-    Case("chat", "/v1/chat/completions", _chat(stream=True, stream_options={"include_usage": True})),
-    Case("chat as NDJSON", "/v1/chat/completions", _chat(stream=True), accept="application/x-ndjson"),
-    Case("whole chat", "/v1/chat/completions", _chat()),
-    Case(
-        "completion",
-        "/v1/completions",
-        {"model": MODEL, "prompt": TEXT, "max_tokens": 150, "stream": True, "logprobs": 1},
-    ),
-    Case(
-        "completions",
-        "/v1/completions",
-        {"model": MODEL, "prompt": [TEXT, TEXT[9:]], "max_tokens": 150, "stream": True},
-        num_jobs=2,
-    ),
-    Case(
-        "whole completions",
-        "/v1/completions",
-        {"model": MODEL, "prompt": [TEXT, TEXT[9:]], "max_tokens": 150, "n": 2},
-        num_jobs=2,
-    ),
-    Case("message", "/v1/messages", _chat(stream=True, max_tokens=250)),
-    Case("whole message", "/v1/messages", _chat(max_tokens=250)),
-    Case("response", "/v1/responses", {"model": MODEL, "input": TEXT, "stream": True}),
-    Case("whole response", "/v1/responses", {"model": MODEL, "input": TEXT, "store": False}),
-)
-
-
-def raw_request(case: Case, port: int, *, closes: bool) -> bytes:
-    """Return the bytes of a request."""
-    body = json.dumps(case.body).encode()
-    lines = [f"POST {case.path} HTTP/1.1", f"Host: 127.0.0.1:{port}", "Content-Type: application/json"]
-    lines += [f"Content-Length: {len(body)}", *([f"Accept: {case.accept}"] if case.accept else [])]
-    lines += ["Connection: close"] if closes else []
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a client got."""
-
-    head: bytes = b""
-    body: bytes = b""
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """Silences of half a second and more: when they ended, and how long they were."""
-
-
-class BrokenAnswerError(Exception):
-    """An answer is not what HTTP allows."""
-
-
-class Reader:
-    """Reads one answer after another from one connection, and checks each byte of the framing."""
-
-    def __init__(self, port: int, *, at_once: int, pause_s: float = 0.0) -> None:
-        self._port, self._at_once, self._pause_s = port, at_once, pause_s
-        self._connection = socket.socket()
-        if at_once == 1:
-            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        self._connection.settimeout(PATIENCE_S)
-        self._connection.connect(("127.0.0.1", port))
-        self._buffer = b""
-        self.answer = Answer()
-        self._last_s = time.monotonic()
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether a part of an answer has arrived."""
-        return bool(self._buffer)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def ask(self, case: Case, *, closes: bool) -> Answer:
-        self.answer, self._last_s = Answer(), time.monotonic()
-        self._connection.sendall(raw_request(case, self._port, closes=closes))
-        self.answer.head = self._until(b"\r\n\r\n")
-        head = self.answer.head.lower()
-        if b"transfer-encoding: chunked" in head:
-            while size := int(self._until(b"\r\n"), 16):
-                self.answer.body += self._take(size)
-                self._expect(b"\r\n")
-            self._expect(b"\r\n")
-        else:
-            found = re.search(rb"content-length: (\d+)", head)
-            if found is None:
-                raise BrokenAnswerError(f"no length: {head!r}")
-            self.answer.body = self._take(int(found[1]))
-        if closes and (self._buffer or self._receive()):
-            raise BrokenAnswerError(f"bytes behind the answer: {self._buffer[:100]!r}")
-        return self.answer
-
-    def _receive(self) -> bytes:
-        part = self._connection.recv(self._at_once)
-        now_s = time.monotonic()
-        if now_s - self._last_s > 0.5:
-            self.answer.gaps.append((now_s, now_s - self._last_s))
-        self._last_s = now_s
-        if self._pause_s:
-            time.sleep(self._pause_s)
-            self._last_s = time.monotonic()
-        return part
-
-    def _more(self) -> None:
-        part = self._receive()
-        if not part:
-            raise BrokenAnswerError(
-                f"ended after {len(self.answer.body)} bytes: {self.answer.body[-100:]!r} {self._buffer!r}"
-            )
-        self._buffer += part
-
-    def _until(self, mark: bytes) -> bytes:
-        while mark not in self._buffer:
-            self._more()
-        found, _, self._buffer = self._buffer.partition(mark)
-        return found
-
-    def _take(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            self._more()
-        found, self._buffer = self._buffer[:size], self._buffer[size:]
-        return found
-
-    def _expect(self, mark: bytes) -> None:
-        if (found := self._take(len(mark))) != mark:
-            raise BrokenAnswerError(f"{found!r} instead of {mark!r}")
-
-
-def comparable(body: bytes) -> Any:
-    """Return an answer without what differs between two runs: ids, times, and where tokens were put into events."""
-    for pattern, new in ((_ID, b"ID"), (_TIME, b'"\\1":0'), (_WAITING, b"")):
-        body = pattern.sub(new, body)
-    events = [*_events_of(body)]
-    if not events:
-        return json.loads(body)
-    texts: dict[Any, str] = {}
-    others: list[Any] = []
-    numbers = [event.pop("sequence_number") for event in events if "sequence_number" in event]
-    if numbers != [*range(len(numbers))]:
-        raise BrokenAnswerError(f"sequence numbers {numbers}")
-    for event in events:
-        _split(event, texts, others)
-    return texts, sorted(map(json.dumps, others))
-
-
-def _events_of(body: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the objects of server-sent events or lines. Every line must be one that a client can read."""
-    if body.startswith(b'{"id"') and body.count(b"\n") < 2:
-        return
-    is_sse = b"data: " in body
-    for line in body.splitlines():
-        if line.startswith(b"data: [DONE]"):
-            yield {"done": True}
-        elif not is_sse or line.startswith(b"data: "):
-            if line.strip():
-                yield json.loads(line.removeprefix(b"data: "))
-        elif line and not line.startswith((b"event: ", b"id: ")):
-            raise BrokenAnswerError(f"a line that is no event: {line!r}")
-
-
-def _split(event: dict[str, Any], texts: dict[Any, str], others: list[Any]) -> None:
-    """Add the text of an event to those of its choice, and what else it has to the others."""
-    rest = []
-    for choice in event.get("choices", ()):
-        text = choice.get("text", "") + choice.get("delta", {}).get("content", "")
-        texts[choice["index"]] = texts.get(choice["index"], "") + text
-        for at, token in enumerate((choice.get("logprobs") or {}).get("tokens", ())):
-            key = choice["index"], "tokens"
-            texts[key] = texts.get(key, "") + f"{token} {choice['logprobs']['token_logprobs'][at]} "
-        rest.append((choice["index"], choice["finish_reason"], "role" in choice.get("delta", {})))
-    if "choices" in event:
-        others += [part for part in rest if part[1:] != (None, False)]
-        others += [event["usage"]] if event.get("usage") else []
-    elif isinstance(event.get("delta"), str):
-        texts["delta"] = texts.get("delta", "") + event["delta"]
-    elif "text" in event.get("delta", {}):
-        texts["delta"] = texts.get("delta", "") + event["delta"]["text"]
-    else:
-        others.append(event)
-
-
-def same(case: Case, one: bytes, other: bytes) -> bool:
-    """Return whether two answers are equal but for ids and times."""
-    return bool(comparable(one) == comparable(other))
 
 
 def started(*words: str, **how: Any) -> subprocess.Popen[str]:
@@ -414,6 +213,28 @@ class Campaign:
                 except Exception as error:
                     self._fail(case, "anthropic", error)
 
+    def read_by_node(self, command: list[str], *, readers: int) -> None:
+        """Ask by the clients of OpenAI and Anthropic for Node, in one process."""
+        env = {
+            **os.environ,
+            "PENSTOCK_URL": self.gateway.url,
+            "PENSTOCK_MODEL": MODEL,
+            "PENSTOCK_TEXT": TEXT,
+            "PENSTOCK_READERS": str(readers),
+        }
+        cases = {case.name: case for case in CASES}
+        with subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            threading.Thread(target=lambda: (self.stops.wait(), process.stdin.close()), daemon=True).start()
+            for line in process.stdout:
+                told = json.loads(line)
+                case = cases[told["case"]]
+                if "error" in told:
+                    self._fail(case, "Node", RuntimeError(told["error"]))
+                else:
+                    body = self._expected[case.name] if told["text"] == TEXT else told["text"].encode()
+                    self._note(case, "Node", body, [(at_s, length_s) for at_s, length_s in told["gaps"]])
+
     def readers(self, *, each: int) -> Iterator[Callable[[], None]]:
         """Yield what runs in a thread each."""
         for _ in range(each):
@@ -424,6 +245,8 @@ class Campaign:
             yield self.read_by_anthropic
             if shutil.which("curl"):
                 yield self.read_by_curl
+        if shutil.which("npm"):
+            yield partial(self.read_by_node, install(KILLS), readers=2 * each)
 
 
 def undisturbed(gateway: KeptGateway) -> dict[str, bytes]:
@@ -450,17 +273,56 @@ def num_jobs_of(url: str) -> int:
         after = f"&after={page['next']}"
 
 
-def run(kills: int, each: int, seed: int, *, fast: bool = False, reloads: bool = False) -> dict[str, Any]:
+class Ends:
+    """How the gateways of a campaign end, one after the other."""
+
+    def __init__(self, gateway: KeptGateway, *, reloads: bool, releases: LinkedReleases | None = None) -> None:
+        """`reloads`: all by SIGHUP, else each tenth one. `releases`: each reload switches to the other release."""
+        self._gateway, self._reloads, self._releases = gateway, reloads, releases
+        self.versions = list[str]()
+        """Releases to which it has switched."""
+        self.ended_s = list[float]()
+
+    def next(self) -> None:
+        """End the gateway, and wait for the next one."""
+        number = len(self.ended_s)
+        if self._releases is not None:
+            self.versions.append(self._releases.switch())
+        if self._reloads or number % 10 == 9:
+            self.ended_s.append(self._gateway.reload())
+        else:
+            self.ended_s.append(self._gateway.kill(guard=number % 5 == 4))
+        self._gateway.wait_until_it_serves_again()
+
+
+def versions_in(log: Iterable[str]) -> list[str]:
+    """Return the releases of the keepers that say that they serve again."""
+    return re.findall(r'serves again, with its keeper", "release": "([^"]+)"', "\n".join(log))
+
+
+def run(
+    kills: int,
+    each: int,
+    seed: int,
+    *,
+    fast: bool = False,
+    reloads: bool = False,
+    upgrades: bool = False,
+    minutes: float = 60.0,
+) -> dict[str, Any]:
     """Run the campaign, and return what was measured and violated. `each`: readers of each kind.
 
-    `reloads`: restart the gateways by SIGHUP instead of killing them. Otherwise each tenth end is such a restart.
+    `reloads`: restart the gateways by SIGHUP instead of killing them. `upgrades`: and switch to another release and
+    back. `minutes`: the time after which no further gateway ends.
     """
     random.seed(seed)
     folder = Path(tempfile.mkdtemp(prefix="penstock-kills-"))
     with RedisProcess(folder) as server:
         stack, engine = Stack(server.url), EchoEngine()
         stack.start_node(engine, model=MODEL, pool="echo")
-        gateway = KeptGateway(server.url)
+        releases = LinkedReleases(folder / "releases") if upgrades else None
+        gateway = KeptGateway(server.url, start=started if releases is None else releases.start)
+        ends = Ends(gateway, reloads=reloads or upgrades, releases=releases)
         try:
             campaign = Campaign(gateway, undisturbed(gateway))
             jobs_before = num_jobs_of(gateway.url)
@@ -468,12 +330,10 @@ def run(kills: int, each: int, seed: int, *, fast: bool = False, reloads: bool =
             threads = [threading.Thread(target=one) for one in campaign.readers(each=each)]
             for thread in threads:
                 thread.start()
-            killed_s: list[float] = []
-            for number in range(kills):
+            until_s = time.monotonic() + 60 * minutes
+            while len(ends.ended_s) < kills and time.monotonic() < until_s:
                 time.sleep(random.uniform(0.5, 1.5 if fast else 4.0))
-                is_planned = reloads or (kills > 5 and number % 10 == 9)
-                killed_s.append(gateway.reload() if is_planned else gateway.kill(guard=number % 5 == 4))
-                gateway.wait_until_it_serves_again()
+                ends.next()
             campaign.stops.set()
             for thread in threads:
                 thread.join()
@@ -486,10 +346,12 @@ def run(kills: int, each: int, seed: int, *, fast: bool = False, reloads: bool =
             gateway.close()
             stack.close()
     shutil.rmtree(folder, ignore_errors=True)
-    pauses = sorted(length for at_s, length in campaign.gaps if any(0 <= at_s - one < 30 for one in killed_s))
+    pauses = sorted(length for at_s, length in campaign.gaps if any(0 <= at_s - one < 30 for one in ends.ended_s))
     unkept = re.findall(r'penstock_http_unkept_answers_total\{reason="(\w+)"\} (\S+)', metrics)
     return {
-        "kills": kills,
+        "kills": len(ends.ended_s),
+        "switched_to": ends.versions,
+        "served_again": versions_in(gateway.log),
         "answers": sum(campaign.counts.values()),
         "counts": dict(sorted(campaign.counts.items())),
         "jobs": jobs,
@@ -513,14 +375,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fast", action="store_true", help="kill soon after each start")
     parser.add_argument("--reloads", action="store_true", help="restart by SIGHUP instead of killing")
+    parser.add_argument("--upgrades", action="store_true", help="restart by SIGHUP with another release, and back")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no further gateway ends")
     parser.add_argument("--log", type=Path, help="file for the gateways' log")
     given = parser.parse_args()
-    found = run(given.kills, given.readers, given.seed, fast=given.fast, reloads=given.reloads)
+    how = {"fast": given.fast, "reloads": given.reloads, "upgrades": given.upgrades, "minutes": given.minutes}
+    found = run(given.kills, given.readers, given.seed, **how)
     log = found.pop("log")
     if given.log:
         given.log.write_text("\n".join(log))
     print(json.dumps(found, indent=2))
-    if found["violations"] or found["jobs"] != found["requests_jobs"]:
+    is_switched = not given.upgrades or found["switched_to"] == found["served_again"]
+    if found["violations"] or found["jobs"] != found["requests_jobs"] or not is_switched:
         sys.exit("violated")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from faults.gateway_kills import CASES, Answer, Case, KeptGateway, Reader, num_jobs_of, run, same, undisturbed
+from faults.gateway_kills import KeptGateway, num_jobs_of, run, undisturbed
+from faults.tools.answers import CASES, Answer, Case, Reader, same
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
@@ -75,8 +76,9 @@ def test_open_answers_go_on_at_the_next_gateway_byte_for_byte(held: Held, ends_b
         else:
             gateway.reload()
         half.settimeout(60)
-        # One that is killed cannot answer what has not arrived; one that is restarted can.
-        assert half.recv(12) == (b"" if ends_by == "kill" else b"HTTP/1.1 503")
+        # One that is killed cannot answer what has not arrived; one that is restarted can. If a busy machine's gateway
+        # was killed before it accepted the connection, the next one waits for the body until its limit.
+        assert half.recv(12) in ((b"", b"HTTP/1.1 400") if ends_by == "kill" else (b"HTTP/1.1 503",))
     gateway.wait_until_it_serves_again()
     engine.may_go_on.set()
     for thread in threads:
@@ -106,3 +108,10 @@ def test_open_answers_go_on_at_the_next_gateway_byte_for_byte(held: Held, ends_b
 def test_random_kills_cut_no_answer(tmp_path: Path) -> None:
     found = run(kills=10, each=2, seed=7)
     assert not found["violations"] and found["jobs"] == found["requests_jobs"] and found["answers"] > 20
+
+
+@pytest.mark.slow
+def test_upgrades_there_and_back_cut_no_answer() -> None:
+    found = run(kills=4, each=1, seed=3, upgrades=True)
+    assert not found["violations"] and found["jobs"] == found["requests_jobs"]
+    assert found["switched_to"] == found["served_again"] and len(set(found["switched_to"])) == 2

@@ -193,7 +193,7 @@ async def test_a_stream_has_the_same_bytes_however_chunks_are_grouped_and_wherev
 
 def counted(parts: Sequence[tuple[int, bytes, bytes]], number: int) -> tuple[int, int]:
     events = events_of(parts, number)
-    return len(events), zlib.crc32(events)
+    return len(events), zlib.adler32(events)
 
 
 async def test_a_log_that_has_changed_is_noticed():
@@ -276,7 +276,7 @@ def _packed(facts: dict[str, Any]) -> bytes:
 
 
 def test_events_behind_a_position_are_counted_once():
-    keep = resumed_at([4, 0x9BE3E0A3], 1)  # The checksum of b"1234".
+    keep = resumed_at([4, 0x01F800CB], 1)  # The checksum of b"1234".
     assert asyncio.run(_split(keep)) == [(b"12", b""), (b"34", b"5"), (b"", b"6")]
 
 

@@ -145,6 +145,10 @@ if [ "$1" = list-units ]; then
     for pattern; do
         case $pattern in penstock*) sed -n "\\,^${pattern%%@*},s/$/ loaded active running/p" "$0.units";; esac
     done
+elif [ "$1" = is-active ]; then
+    [ "$3" != "$DOWN" ]
+elif [ "$1" = show ]; then
+    echo "listens on http://127.0.0.1:8000, from $SERVES"
 else
     echo "$(readlink "$PENSTOCK_LINK") $*" >> "$0.log"
     [ "$2" != "$FAILS" ]
@@ -161,7 +165,7 @@ RUNNING = [
 @pytest.mark.parametrize(
     ("start", "to", "first"), [("1.9", "1.10", RUNNING), ("1.10", "1.9", RUNNING[:1:-1] + RUNNING[:2])]
 )
-def test_a_switch_of_the_release_restarts_units_in_the_order_of_its_direction(
+def test_a_switch_of_the_release_restarts_units_in_the_order_of_its_direction_and_reloads_the_gateway(
     tmp_path: Path, start: str, to: str, first: list[str]
 ) -> None:
     program, link = tmp_path / "bin/systemctl", tmp_path / "penstock"
@@ -175,14 +179,23 @@ def test_a_switch_of_the_release_restarts_units_in_the_order_of_its_direction(
         command.write_text(f"#!/bin/sh\necho penstock {version}\n")
         command.chmod(0o755)
     link.symlink_to(tmp_path / start)
-    env = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PENSTOCK_LINK": str(link), "FAILS": ""}
+    env = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PENSTOCK_LINK": str(link), "FAILS": "", "DOWN": ""}
+    env |= {"SERVES": str(tmp_path / to), "PENSTOCK_RELOAD_S": "0"}
     switch = [str(FOLDER / "switch_release.sh"), str(tmp_path / to)]
 
     done = subprocess.run(switch, env=env, capture_output=True, text=True, timeout=60)
 
     assert (done.returncode, done.stderr) == (0, "")
     log = program.with_name("systemctl.log")
-    assert log.read_text().splitlines() == [f"{tmp_path / to} restart {unit}" for unit in first]
+    words = {RUNNING[2]: "reload"}
+    assert log.read_text().splitlines() == [f"{tmp_path / to} {words.get(unit, 'restart')} {unit}" for unit in first]
+    log.unlink()
+    # A gateway whose new release does not start goes on with the old one.
+    done = subprocess.run(switch, env=env | {"SERVES": "/old"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"{RUNNING[2]} does not start" in done.stderr
+    log.unlink()
+    done = subprocess.run(switch, env=env | {"DOWN": RUNNING[2]}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"{tmp_path / to} restart {RUNNING[2]}" in log.read_text().splitlines()
     log.unlink()
     done = subprocess.run(switch, env=env | {"FAILS": RUNNING[2]}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, len(log.read_text().splitlines())) == (1, 3)

@@ -12,6 +12,7 @@ import json
 import resource
 import shlex
 import sys
+from itertools import product
 from pathlib import Path
 
 from bench.machine import describe, revision
@@ -41,6 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=25, help="streams of one emit call")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--gateways", nargs="+", default=[sys.executable], help="Pythons with the gateways' versions")
+    parser.add_argument("--keepers", nargs="+", choices=("off", "on"), default=["off"], help="gateways with a keeper")
     parser.add_argument("--no-pin", dest="pinned", action="store_false", help="let all processes use all cores")
     parser.add_argument("--write", action="store_true", help="write results/open_streams.md")
     return parser.parse_args(arguments)
@@ -58,10 +60,11 @@ def run(options: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
     setup = Setup(options.seconds, options.batch, cores)
     loads, stops = list[Answer](), list[Answer]()
     for turn in range(options.turns):
-        for gateway in options.gateways:
-            of_run = {"gateway": name_of(gateway), "turn": turn}
+        for gateway, keeper in product(options.gateways, options.keepers):
+            keeps = keeper == "on"
+            of_run = {"gateway": name_of(gateway) + (" with a keeper" if keeps else ""), "turn": turn}
             for transport, rates in rates_of(options).items():
-                found = measure_rates(gateway, options.streams, *rates, setup, transport)
+                found = measure_rates(gateway, options.streams, *rates, setup, transport, keeps=keeps)
                 loads += [{**of_run, **one} for one in found]
                 print(json.dumps(loads[-len(found) :]), flush=True)
             if options.readers:

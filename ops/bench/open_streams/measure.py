@@ -38,10 +38,12 @@ def measure_rates(
     direct_rates: Sequence[float],
     setup: Setup,
     transport: str = SSE,
+    *,
+    keeps: bool = False,
 ) -> list[Answer]:
     """Measure one gateway at several rates of events, over the same open streams. Direct ones leave no logs behind."""
     cores = setup.cores
-    with stand(python, 0, cores) as running:
+    with stand(python, 0, cores, keeps=keeps) as running:
         before_kib, before_s = resident_kib(running.gateway.pid), time.monotonic()
         with running.reader(num_streams, cores, transport) as reader:
             opened_s, opened_kib = time.monotonic() - before_s, resident_kib(running.gateway.pid)

@@ -150,8 +150,8 @@ def text_frame(payload: bytes) -> bytes:
 
 
 @contextmanager
-def stand(python: str, num_chars: int, cores: Cores) -> Iterator[Stand]:
-    """Start Redis, the node, and the gateway that the interpreter `python` has installed."""
+def stand(python: str, num_chars: int, cores: Cores, *, keeps: bool = False) -> Iterator[Stand]:
+    """Start Redis, the node, and the gateway that the interpreter `python` has installed. `keeps`: with a keeper."""
     with ExitStack() as stack:
         os.sched_setaffinity(0, cores.others)
         stack.callback(os.sched_setaffinity, 0, cores.gateway | cores.others)
@@ -161,9 +161,20 @@ def stand(python: str, num_chars: int, cores: Cores) -> Iterator[Stand]:
         node.answer()
         argv = [python, "-m", "penstock", "gateway", "--redis-url", server.url, "--port", "0"]
         env = os.environ | {"PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_GATEWAY_MAX_SOCKETS": str(MAX_SOCKETS)}
+        if keeps:
+            env["PENSTOCK_GATEWAY_KEEP_CONNECTIONS"] = "true"
         gateway = stack.enter_context(_process(argv, cores.gateway, env=env, stderr=subprocess.DEVNULL))
         url = gateway.answer()["url"]
+        if keeps:
+            gateway.pid = only_child(only_child(gateway.pid))  # the keeper starts a guard, and that the gateway
         yield Stand(node, gateway, url, {"gateway": gateway.pid, "redis": redis_pid(server), "node": node.pid})
+
+
+def only_child(pid: int) -> int:
+    """Return the only child of a process."""
+    stats = [file.read_text().rpartition(") ") for file in Path("/proc").glob("[0-9]*/stat")]
+    (child,) = (int(head.split(" ")[0]) for head, _, rest in stats if int(rest.split()[1]) == pid)
+    return child
 
 
 def resident_kib(pid: int) -> int:

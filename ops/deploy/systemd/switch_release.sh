@@ -3,8 +3,9 @@
 #
 # /opt/penstock is a link to the environment of one release. The link is changed first; then each unit that runs or failed is
 # restarted, and must become ready before the next. Forwards: nodes, gateway, worker. Back: worker, gateway, nodes, so that no caller
-# asks for what the old nodes do not know. It stops at the first unit that does not start; run it again with the old
-# environment to go back. Run it on one machine after the other.
+# asks for what the old nodes do not know. A gateway that runs is reloaded instead, which cuts no stream; within
+# PENSTOCK_RELOAD_S (120) seconds it must say that it serves from the new environment. It stops at the first unit that does
+# not start; run it again with the old environment to go back. Run it on one machine after the other.
 set -eu
 
 link=${PENSTOCK_LINK:-/opt/penstock}
@@ -28,7 +29,25 @@ fi
 echo "from $from ($(readlink -f "$link")) to $to ($new)"
 ln -s "$new" "$link.next"
 mv -T "$link.next" "$link"
+# The keeper of a gateway says where its release is.
+serves_from() {
+    waited=0
+    until systemctl show --property=StatusText --value "$1" | grep -q -e " from $2\$"; do
+        waited=$((waited + 1))
+        [ "$waited" -le "${PENSTOCK_RELOAD_S:-120}" ] || return 1
+        sleep 1
+    done
+}
+
+switch() {
+    if [ "$1" = "$gateway" ] && systemctl is-active --quiet "$1"; then
+        systemctl reload "$1" && serves_from "$1" "$(readlink -f "$new")"
+    else
+        systemctl restart "$1"
+    fi
+}
+
 for unit in $order; do
-    systemctl restart "$unit" || { echo "switch_release: $unit does not start: journalctl -u $unit" >&2; exit 1; }
+    switch "$unit" || { echo "switch_release: $unit does not start: journalctl -u $unit" >&2; exit 1; }
     echo "$unit is ready"
 done

@@ -1,0 +1,53 @@
+"""Kills gateways that have a keeper at crash points, where this folder is in PYTHONPATH.
+
+FAULTS_OF_GATEWAYS="between|ring and commit|3;after|put|1": the first gateway is killed the third time that it is at its
+point, the second one when a slot has its first bytes, before they are written. An empty fault kills none.
+FAULTS_COUNTED is a file that grows by a byte for each gateway. What follows `repeat;` is the fault of all gateways.
+"""
+
+import os
+import signal
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _own_fault() -> str:
+    faults = os.environ["FAULTS_OF_GATEWAYS"].split(";")
+    if faults[0] == "repeat":
+        return faults[1]
+    descriptor = os.open(os.environ["FAULTS_COUNTED"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    number = os.fstat(descriptor).st_size
+    os.write(descriptor, b".")
+    os.close(descriptor)
+    return faults[number] if number < len(faults) else ""
+
+
+def _arm(fault: str) -> None:
+    from penstock.gateway.kept.slots import AnswerSlot
+    from penstock.runtime import crash_points
+
+    when, what, count = fault.split("|")
+    times_left = int(count)
+
+    def point(at: str, name: str) -> None:
+        nonlocal times_left
+        if (at, name) == (when, what):
+            times_left -= 1
+            if times_left == 0:
+                _kill()
+
+    crash_points.point = point
+    put = AnswerSlot.put
+
+    def put_and_tell(slot: AnswerSlot, data: bytes, num_waiting: int, events: bytes = b"") -> bool:
+        is_put = put(slot, data, num_waiting, events)
+        point("after", "put")
+        return is_put
+
+    AnswerSlot.put = put_and_tell  # type: ignore[method-assign]
+
+
+if "PENSTOCK_GATEWAY_KEEPER" in os.environ and "FAULTS_OF_GATEWAYS" in os.environ and (_fault := _own_fault()):
+    _arm(_fault)
