@@ -56,6 +56,7 @@ def check(arguments: Any) -> None:
 
 def test_the_format_is_shown(model: dict[str, Any]) -> None:
     assert model["tool_format"] == "json"
+    assert model["tool_format_reason"] == "the template takes no tools"
 
 
 def test_a_chat_calls_and_continues_after_the_result(door: httpx.Client, model: dict[str, Any]) -> None:

@@ -95,7 +95,13 @@ class CallGrammar:
         padding = quoted(form.padding) if form.padding else ""
         if not form.section:
             return f"{padding} function {padding} {self.mark(form.call_end)}" if form.kind == "json" else "function"
-        call = "function" if form.kind == "json" else f"{self.mark(form.call)} function"
+        call = f"{self.mark(form.call)} function"
+        if form.kind == "json":
+            call = (
+                f"{self.mark(form.call)} {padding} function {padding} {self.mark(form.call_end)}"
+                if form.call
+                else "function"
+            )
         calls = call if form.section_per_call else self._several(call)
         inner = f'" "? "[" {calls} "]"' if form.is_list else f"{padding} {calls} {padding}"
         inner = f'("\\n" | " ") "```json\\n" {inner} "\\n```"' if form.is_fenced else inner

@@ -192,7 +192,8 @@ class JsonCallReader(CallReader):
     def __init__(self, form: ToolFormat) -> None:
         super().__init__(form)
         self._lead = form.section or form.call
-        self._opening = [FENCE] * form.is_fenced + ["["] * form.is_list + ["{"]
+        of_each = [form.call] if form.section and form.call else []
+        self._opening = of_each + [FENCE] * form.is_fenced + ["["] * form.is_list + ["{"]
         """What stands between the mark and the first object."""
         self._between = re.compile(rf"[ \t\r\n{re.escape(form.between.strip())}]*")
         ends = ("]" if form.is_list else "", FENCE_END if form.is_fenced else "", form.call_end, form.section_end)
@@ -214,7 +215,8 @@ class JsonCallReader(CallReader):
             at = len(self._held) - len(self._held.lstrip())
             at += len(self._lead) if self._held.startswith(self._lead, at) else 0
         else:
-            at = len(self._lead)
+            # The calls of a list may have marks of their own. Those behind the first one begin with these.
+            at = max(0, after_mark(self._held, 0, self._lead))
         for mark in self._opening:
             at = BLANK.match(self._held, at).end()  # type: ignore[union-attr]
             if at > MAX_OPENING_CHARS:

@@ -230,6 +230,8 @@ class NamedCallReader(CallReader):
     def _name_ends(self) -> tuple[str, ...]:
         """The marks at one of which the name ends."""
         form = self._form
+        if not form.name_end and form.kind == "named":
+            return ("{",)
         return (form.name_end,) if form.name_end else (form.argument, form.call_end)
 
     def _read_opening(self, found: list[str | Call]) -> bool:

@@ -94,6 +94,16 @@ def test_a_sampled_call_parses_and_fits_its_schema(guides: GrammarCompiler, toke
     assert type(arguments.get("on", True)) is bool and arguments.keys() <= PARAMETERS["properties"].keys()
 
 
+def test_calls_of_a_list_may_have_marks_of_their_own(guides: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """No format of the table is so, but a derived one may be."""
+    form = ToolFormat("derived", "json", "<acts>", "</acts>", "<act>", "</act>", between="\n", padding=" ")
+    text = written_calls(form, [("stop", {}), ("write", {"text": "a"})])
+    assert derives(guides, tokenizer, wanted(form), text)
+    assert not derives(guides, tokenizer, wanted(form), text.replace("</act>", "", 1))
+    named = ToolFormat("derived", "named", call="<fn:", call_end=":fn>")
+    assert derives(guides, tokenizer, wanted(named), written_calls(named, [("stop", {})]))
+
+
 SPECIAL = sorted(
     {
         part
