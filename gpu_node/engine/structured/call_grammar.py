@@ -189,7 +189,7 @@ class CallGrammar:
     def _head(self, name: str) -> str:
         """Return the rule for a name between marks, without the mark before it."""
         form = self._format
-        ends = [form.name_end] if form.name_end else [form.argument, form.call_end]
+        ends = form.name_ends
         if (
             any(mark in name for mark in (*ends, form.id_mark or ends[0], "\n"))
             or name != name.strip()

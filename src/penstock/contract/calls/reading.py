@@ -226,14 +226,6 @@ class NamedCallReader(CallReader):
         self._awaited: list[str] = []
         """The marks that may follow a call, before the next one."""
 
-    @property
-    def _name_ends(self) -> tuple[str, ...]:
-        """The marks at one of which the name ends."""
-        form = self._form
-        if not form.name_end and form.kind == "named":
-            return ("{",)
-        return (form.name_end,) if form.name_end else (form.argument, form.call_end)
-
     def _read_opening(self, found: list[str | Call]) -> bool:
         form, at = self._form, 0
         if form.section:
@@ -246,7 +238,7 @@ class NamedCallReader(CallReader):
     def _read_head(self, at: int, found: list[str | Call]) -> bool:
         """Read the name of a call whose mark ends at `at`."""
         form, limit = self._form, at + self._MAX_HEAD_CHARS
-        ends = [end for mark in self._name_ends if (end := self._held.find(mark, at, limit)) >= 0]
+        ends = [end for mark in form.name_ends if (end := self._held.find(mark, at, limit)) >= 0]
         if not ends:
             return self._fail_at_mark(found) if len(self._held) >= limit else False
         end = min(ends)
