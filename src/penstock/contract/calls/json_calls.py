@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from penstock.contract.calls.checking import object_of
 from penstock.contract.calls.reading import (
     BLANK,
     FAIL,
@@ -168,6 +169,7 @@ class JsonArguments(Arguments):
     def __init__(self) -> None:
         self._object = _ObjectScanner.of_arguments()
         self._pieces: list[str] = []
+        self._checked: object = None
 
     def read(self, text: str, found: list[str]) -> tuple[int, CallEnd | None]:
         """Read on in a text. See `Arguments`."""
@@ -181,7 +183,8 @@ class JsonArguments(Arguments):
         if one.has_failed:
             return end, "broken"
         if one.arguments_end is not None:
-            return end, "whole" if _is_object("".join(self._pieces)) else "broken"
+            self._checked = object_of("".join(self._pieces))
+            return end, "broken" if self._checked is None else "whole"
         one.move(end)
         return end, None
 
@@ -201,6 +204,7 @@ class JsonCallReader(CallReader):
         self._repeats = form.is_bare or bool(form.section)
         self._object = _ObjectScanner(0, form.name_key, form.arguments_key)
         self._arguments: list[str] = []
+        self._checked: object = None
         self._awaited: list[str] = []
         """The closing marks that may still follow."""
 
@@ -268,7 +272,8 @@ class JsonCallReader(CallReader):
         one.move(end)
         if ended:
             one.arguments_at = None
-            return _is_object("".join(self._arguments))
+            self._checked = object_of("".join(self._arguments))
+            return self._checked is not None
         return True
 
     def _read_between(self, found: list[str | Call]) -> bool:
@@ -306,13 +311,6 @@ def _name_of(literal: str) -> str | None:
     except ValueError:
         return None
     return name if is_name(name) else None
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json_of(text), dict)
-    except ValueError:
-        return False
 
 
 _MAX_UNDECIDED_CHARS = 32
