@@ -308,6 +308,62 @@ def test_ids_of_mistral_are_no_part_of_a_name() -> None:
     assert [(call.name, call.arguments) for call in found] == [("f", '{"count": 1}'), ("f", "{}")]
 
 
+def test_brackets_of_a_shell_inside_a_text_end_no_call() -> None:
+    """vllm-project/vllm#21544: braces in a command without an end broke the call."""
+    command = "mkdir -p test/{test1,test2"
+    for name in NAMES:
+        form = BY_NAME[name]
+        text = framed(form, "", [("f", {"text": command})])
+        for pieces in ([text], [*text]):
+            (call,) = read(format_of(form), pieces).calls
+            assert (json.loads(call.arguments), call.end) == ({"text": command}, "whole"), name
+
+
+def test_json_without_a_mark_is_no_call() -> None:
+    """ggml-org/llama.cpp#18183: sample code of an answer became a call of a function that nobody offered."""
+    text = 'Send this:\n```json\n{"name": "f", "arguments": {"count": 1}}\n```\n{"name": "f", "arguments": {}}'
+    for name in NAMES:
+        form = BY_NAME[name]
+        assert read(format_of(form), [*framed(form, text)]) == ParsedText(text), name
+
+
+def test_two_calls_without_arguments_are_the_same_whole_and_token_by_token() -> None:
+    """sgl-project/sglang#35564: in eight formats a call was lost, or counted from 1, or a number became a text."""
+    for name in NAMES:
+        form = BY_NAME[name]
+        calls = [("f", {}), ("f", {"count": 123})][: 1 if form.is_single else 2]
+        text = framed(form, "", calls)
+        said = read(format_of(form), [*text])
+        assert said == format_of(form).read(text)
+        found = [(call.index, call.name, json.loads(call.arguments)) for call in said.calls]
+        assert found == [(i, *call) for i, call in enumerate(calls)], name
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_no_call_is_lost_whichever_two_pieces_a_text_has(name: str) -> None:
+    """sgl-project/sglang#35563: a stream of two chunks lost calls and names."""
+    form = FORMATS[name]
+    calls = [("f", {}), ("get.the-Time_2", {}), ("f", {"count": -7})]
+    text = written_calls(form, calls)
+    for at in range(len(text)):
+        said = read(format_of(form), [text[:at], text[at:]])
+        assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
+
+
+def test_a_stream_names_a_call_once_and_its_pieces_add_up() -> None:
+    """vllm-project/vllm#19056 and #18108: pieces without an index, a brace too many, one of two numbers."""
+    arguments = {"text": "R1-0528", "parts": [{"h2": "a", "guideline": "b, {c}"}] * 3, "count": 1, "share": 1.2}
+    for name in NAMES:
+        form = BY_NAME[name]
+        reader, pieces = AnswerReader(format_of(form)), list[Call]()
+        for char in framed(form, "", [("f", arguments)]):
+            pieces += reader.push(char).calls
+        pieces += reader.end().calls
+        assert [piece.name for piece in pieces if piece.name] == ["f"], name
+        assert {piece.index for piece in pieces} == {0}
+        assert json.loads("".join(piece.arguments for piece in pieces)) == arguments
+
+
 def test_formats_of_an_unknown_kind_take_no_tools() -> None:
     assert not NO_CALLS.takes_tools and not ToolFormat("new", "drawn").takes_tools
     assert all(form.takes_tools for form in ALL)
