@@ -56,7 +56,7 @@ def events_of(chunks: Sequence[Chunk], cut_at: StreamPosition | None, form: Tool
     return [b"".join(encoder.parts_of([one])) for one in chunks]
 
 
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chat_goes_on_with_the_same_events_behind_each_token(name: str, step: int) -> None:
     form = BY_NAME[name]
@@ -77,6 +77,5 @@ def test_a_message_has_the_same_bytes_however_its_chunks_are_read(name: str) -> 
     encoder = MessagesDialect().stream(head_of(form))
     whole = b"".join(b"".join(encoder.parts_of([one])) for one in chunks)
     assert b'"name":"f"' in whole
-    for at in range(1, len(chunks), 29):
-        encoder = MessagesDialect().stream(head_of(form))
-        assert b"".join([*encoder.parts_of(chunks[:at]), *encoder.parts_of(chunks[at:])]) == whole
+    encoder, at = MessagesDialect().stream(head_of(form)), len(chunks) // 3
+    assert b"".join([*encoder.parts_of(chunks[:at]), *encoder.parts_of(chunks[at:])]) == whole
