@@ -320,7 +320,7 @@ def test_brackets_of_a_shell_inside_a_text_end_no_call() -> None:
 
 
 def test_json_without_a_mark_is_no_call() -> None:
-    """ggml-org/llama.cpp#18183: sample code of an answer became a call of a function that nobody offered."""
+    """ggml-org/llama.cpp#18183: sample code of an answer became a call of a function that was not offered."""
     text = 'Send this:\n```json\n{"name": "f", "arguments": {"count": 1}}\n```\n{"name": "f", "arguments": {}}'
     for name in NAMES:
         form = BY_NAME[name]
