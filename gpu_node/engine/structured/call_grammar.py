@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.contract.calls.expressions import EXPRESSION_NAME
+from penstock.contract.calls.reading import name_ends_of
 from penstock.contract.errors import RequestError
 from penstock.contract.tool_formats import CDATA, ToolFormat, tokens_in
 from penstock.contract.tools import MAX_CALLS, TEXT_ARGUMENT, WantedCalls, WantedFunction, text_grammar_of
@@ -189,7 +190,7 @@ class CallGrammar:
     def _head(self, name: str) -> str:
         """Return the rule for a name between marks, without the mark before it."""
         form = self._format
-        ends = form.name_ends
+        ends = name_ends_of(form)
         if (
             any(mark in name for mark in (*ends, form.id_mark or ends[0], "\n"))
             or name != name.strip()

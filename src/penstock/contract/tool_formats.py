@@ -156,13 +156,6 @@ class ToolFormat:
         return tuple(mark for mark in marks if mark)
 
     @property
-    def name_ends(self) -> tuple[str, ...]:
-        """The marks at one of which the name of a call ends. Without a mark of its own, it ends at what follows."""
-        if self.name_end:
-            return (self.name_end,)
-        return ("{",) if self.kind == "named" else (self.argument, self.call_end)
-
-    @property
     def marks(self) -> tuple[str, ...]:
         """All marks of calls and reasoning. They stay in a text even if they are special tokens."""
         found = (getattr(self, one.name) for one in fields(self) if one.name in _OF_MARKS)
