@@ -36,7 +36,7 @@ RECEIVERS_HERE = {
 }
 """Settings with which webhooks reach the scripts."""
 SCRIPTED_NODE = Path(__file__).resolve().parents[1] / "fakes" / "processes" / "scripted_node.py"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 LOGS = FOLDER / "logs"
 
 

@@ -176,7 +176,7 @@ def _json(rendered: Rendered) -> Iterator[ToolFormat]:
     first = _object_in(rendered.texts, FIRST, 0)
     if first is None:
         return
-    keys = {"name_key": first.name_key, "arguments_key": first.arguments_key}
+    keys: dict[str, Any] = {"name_key": first.name_key, "arguments_key": first.arguments_key}
     for framed in _framed(_around_objects(rendered, first)):
         yield ToolFormat(DERIVED, "json", **framed, **keys)
 
@@ -292,7 +292,9 @@ def _pieces_of(rendered: Rendered) -> _Pieces | None:
     if cut is None or number is None or empty is None or cut[2] != cut[4]:
         return None
     two = None if rendered.two is None else _cut(rendered.two, (*words, SECOND, key))
-    pieces = _Pieces(*cut[:4], cut[5], None if two is None else two[5], number[2], empty[1])
+    before, to_key, to_value, to_next_key, _, after = cut
+    to_name = None if two is None else two[5]
+    pieces = _Pieces(before, to_key, to_value, to_next_key, after, to_name, number[2], empty[1])
     ending = None if two is None else _ending_of(cut[1], two[6])
     if ending is None or "number_mark" not in ending:
         return pieces
@@ -343,7 +345,7 @@ def _without_end_keys(cut: _Pieces) -> _Pieces:
     )
 
 
-def _tagged_with(cut: _Pieces, end: str, marks: Mapping[str, Any]) -> Iterator[ToolFormat]:
+def _tagged_with(cut: _Pieces, end: str, marks: dict[str, Any]) -> Iterator[ToolFormat]:
     """Yield formats whose values end with a mark."""
     if not end.strip() or not cut.after_value.startswith(end):
         return
