@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 from clients import newer, page
 from clients.catalog import BY_NAME, CLIENTS, Client
@@ -35,7 +36,10 @@ def main() -> int:
         _show_newer(chosen)
         return 0
     print(f"{'client':16}{'version':12}{'checks':>8}{'seconds':>9}")
-    with running_server(tells_tools=given.told) as server:
+    with ExitStack() as stack:
+        server = None
+        if not all(client.is_scripted for client in chosen):
+            server = stack.enter_context(running_server(tells_tools=given.told))
         options = {"records": given.record, "tool_format": given.format}
         reports = [_shown(run_client(client, server, **options)) for client in chosen]
     if given.page:

@@ -43,10 +43,11 @@ class Report:
         return self.num_passed > 0 and not self.problems
 
 
-def run_client(client: Client, server: Server, *, records: bool = False, tool_format: str = "hermes") -> Report:
+def run_client(client: Client, server: Server | None, *, records: bool = False, tool_format: str = "hermes") -> Report:
     """Install a client and run its script.
 
-    records: keep its requests (`recording.py`). tool_format: that of the scripted model.
+    server: that of the demo model; None if the client needs only the scripted one. records: keep its requests
+    (`recording.py`). tool_format: that of the scripted model.
     """
     try:
         command = install(client)
@@ -55,6 +56,7 @@ def run_client(client: Client, server: Server, *, records: bool = False, tool_fo
     with ExitStack() as stack:
         if client.is_scripted:
             server = stack.enter_context(scripted_server(tool_format))
+        assert server is not None, f"{client.name} needs the demo model"
         if records:
             server = stack.enter_context(recorded(server, client.name))
         log = stack.enter_context((LOGS / f"{client.name}.log").open("w"))

@@ -71,6 +71,7 @@ def scripted_server(tool_format: str = "hermes") -> Iterator[Server]:
     tool_format: in which the model writes its calls.
     """
     name, *aliases = SCRIPTED_NAMES
+    LOGS.mkdir(parents=True, exist_ok=True)
     with EmbeddedRedis() as redis, ExitStack() as stack, tempfile.TemporaryDirectory(prefix="scripted") as folder:
         node = {"MODEL": name, "ALIASES": json.dumps(aliases), "TOOL_PARSER": tool_format}
         env = {**os.environ, **{f"PENSTOCK_NODE_{key}": value for key, value in node.items()}}
