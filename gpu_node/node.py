@@ -262,7 +262,7 @@ class Node:
         detected = await self._threads.run(lambda: engine.tokenizer.reasoning_parser)
         switches = await self._threads.run(lambda: engine.tokenizer.thinking_switches)
         await self._threads.run(lambda: engine.tokenizer.reasoning_rule(None))  # It renders a chat at its first use.
-        tool_format = await self._threads.run(self._tool_format)
+        tool_format, reason = await self._threads.run(self._tool_format)
         capabilities = await self._threads.run(engine.capabilities)
         is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
@@ -272,6 +272,7 @@ class Node:
             max_model_len=engine.max_model_len,
             max_token_bytes=engine.tokenizer.max_token_bytes,
             tool_format=tool_format,
+            tool_format_reason=reason,
             reasoning_parser=settings.reasoning_parser or detected,
             # The switches tell how the reasoning parser differs with template variables.
             thinking_switches=switches if is_detected else (),
@@ -296,16 +297,17 @@ class Node:
         await self._heartbeat.send()
         await self._broker.sweep()
 
-    def _tool_format(self) -> ToolFormat:
-        """Return how the model writes calls. It renders some chats, and logs what was found."""
+    def _tool_format(self) -> tuple[ToolFormat, str]:
+        """Return how the model writes calls, and why. It renders some chats, and logs what was found."""
         given, tokenizer = self._settings.tool_parser, self._engine.tokenizer
         form = tokenizer.tool_format
         if given is not None:
             form = replace(BY_NAME[given], reasoning=form.reasoning)
         use = getattr(tokenizer, "tool_use", None)
+        reason = "" if use is None else use.reason
         if use is not None:
-            log.info("the format of tool calls was chosen", extra={"tool_format": form.name, "reason": use.reason})
-        return form
+            log.info("the format of tool calls was chosen", extra={"tool_format": form.name, "reason": reason})
+        return form, reason
 
     async def _rejoin(self) -> None:
         """Drop all jobs and join again: the pool declared this node dead and gave its jobs to other nodes."""

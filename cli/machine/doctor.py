@@ -204,9 +204,9 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
         if pool.nodes and record is not None and record.capabilities:
             checks.append(Check("ok", "pool", f"{pool.pool}: its model is good for {', '.join(record.capabilities)}"))
         if pool.nodes and record is not None and record.tool_format.takes_tools:
-            checks.append(
-                Check("ok", "pool", f"{pool.pool}: its calls of tools have the format {record.tool_format.name}")
-            )
+            why = f" ({record.tool_format_reason})" if record.tool_format_reason else ""
+            text = f"{pool.pool}: its calls of tools have the format {record.tool_format.name}{why}"
+            checks.append(Check("ok", "pool", text))
         checks += judge_lost(pool, events.get(pool.pool, ()), redis_s)
     absent = [name for name, of_pool in own.items() if of_pool == url and name not in {pool.pool for pool in pools}]
     advice = "start a node of it, with this PENSTOCK_POOLS; or correct the name (penstock pools list)"

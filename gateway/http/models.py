@@ -62,4 +62,5 @@ def _model(name: str, record: ServedPool) -> dict[str, Any]:
         "kinds": record.kinds,
         **({"dimensions": record.dimensions} if record.dimensions else {}),
         "tool_format": record.tool_format.name,
+        **({"tool_format_reason": record.tool_format_reason} if record.tool_format_reason else {}),
     }

@@ -59,6 +59,7 @@ def test_the_list_of_models_says_what_each_is_good_for(door: httpx.Client) -> No
 async def test_doctor_says_what_a_model_is_good_for(door: httpx.Client, redis_url: str) -> None:
     said = [check.finding for check in await check_nodes(redis_url)]
     assert [line for line in said if line.endswith("its model is good for chat, completion")]
+    assert [line for line in said if line.endswith("have the format json (the template takes no tools)")]
 
 
 @pytest.mark.parametrize(("path", "body"), EMBEDDINGS, ids=[path for path, _ in EMBEDDINGS])

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 from clients import newer, page
 from clients.catalog import BY_NAME, CLIENTS, Client
 from clients.running import Report, run_client
 from clients.server import running_server
+
+from penstock.contract.tool_formats import BY_NAME as BY_FORMAT
 
 
 def main() -> int:
@@ -23,6 +26,8 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write the results into docs/CLIENTS.md")
     parser.add_argument("--record", action="store_true", help="keep the clients' requests in build/clients/recorded/")
     parser.add_argument("--newer", action="store_true", help="only report newer releases; run no client")
+    parser.add_argument("--format", default="hermes", choices=sorted(BY_FORMAT), help="of the scripted model's calls")
+    parser.add_argument("--told", action="store_true", help="the demo model keeps its template, which takes no tools")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in BY_NAME]:
         parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
@@ -31,8 +36,12 @@ def main() -> int:
         _show_newer(chosen)
         return 0
     print(f"{'client':16}{'version':12}{'checks':>8}{'seconds':>9}")
-    with running_server() as server:
-        reports = [_shown(run_client(client, server, records=given.record)) for client in chosen]
+    with ExitStack() as stack:
+        server = None
+        if not all(client.is_scripted for client in chosen):
+            server = stack.enter_context(running_server(tells_tools=given.told))
+        options = {"records": given.record, "tool_format": given.format}
+        reports = [_shown(run_client(client, server, **options)) for client in chosen]
     if given.page:
         page.write(reports)
     _show_newer(chosen)

@@ -68,6 +68,12 @@ CLIENTS = (
         "messages, whole and streamed; message batches: create, list, retrieve, results, cancel, delete; errors",
     ),
     Client("langchain", "LangChain", "langchain_checks.py", f"`ChatOpenAI` over chat and responses: {_ALL}"),
+    Client(
+        "langgraph",
+        "LangGraph",
+        "langgraph_checks.py",
+        "a graph of a model and its tools over chat and responses: a forced call, the second request, a thread",
+    ),
     Client("pydantic-ai", "pydantic-ai", "pydantic_ai_checks.py", f"agents over chat and responses: {_ALL}"),
     Client("openai-agents", "openai-agents", "openai_agents_checks.py", f"agents over responses and chat: {_ALL}"),
     Client("autogen", "AutoGen", "autogen_checks.py", f"model client and `AssistantAgent`: {_ALL}"),
@@ -112,6 +118,14 @@ CLIENTS = (
         platform=_LINUX,
     ),
     Client("cline", "Cline CLI", "cline_checks.mjs", _AGENT, folder="agents", is_scripted=True, platform=_LINUX),
+    Client(
+        "aider",
+        "aider",
+        "aider_checks.py",
+        "sessions over chat with a scripted model: edits by blocks, a block that does not fit, whole files",
+        installs_in_seconds=False,
+        is_scripted=True,
+    ),
     Client(
         "http",
         "plain HTTP",

@@ -43,15 +43,20 @@ class Report:
         return self.num_passed > 0 and not self.problems
 
 
-def run_client(client: Client, server: Server, *, records: bool = False) -> Report:
-    """Install a client and run its script. `records`: keep its requests (`recording.py`)."""
+def run_client(client: Client, server: Server | None, *, records: bool = False, tool_format: str = "hermes") -> Report:
+    """Install a client and run its script.
+
+    server: that of the demo model; None if the client needs only the scripted one. records: keep its requests
+    (`recording.py`). tool_format: that of the scripted model.
+    """
     try:
         command = install(client)
     except InstallationError as error:
         return Report(client, problems={"installation": str(error)})
     with ExitStack() as stack:
         if client.is_scripted:
-            server = stack.enter_context(scripted_server())
+            server = stack.enter_context(scripted_server(tool_format))
+        assert server is not None, f"{client.name} needs the demo model"
         if records:
             server = stack.enter_context(recorded(server, client.name))
         log = stack.enter_context((LOGS / f"{client.name}.log").open("w"))

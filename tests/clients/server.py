@@ -36,7 +36,7 @@ RECEIVERS_HERE = {
 }
 """Settings with which webhooks reach the scripts."""
 SCRIPTED_NODE = Path(__file__).resolve().parents[1] / "fakes" / "processes" / "scripted_node.py"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 LOGS = FOLDER / "logs"
 
 
@@ -49,14 +49,15 @@ class Server:
 
 
 @contextmanager
-def running_server() -> Iterator[Server]:
-    """Start a server, and stop it at the end."""
+def running_server(*, tells_tools: bool = False) -> Iterator[Server]:
+    """Start a server, and stop it at the end. tells_tools: the model keeps its own template, which takes no tools."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / MODEL
         shutil.copytree(dequantized(demo_model()), folder, copy_function=os.symlink)
-        template = folder / "chat_template.jinja"
-        template.unlink(missing_ok=True)
-        template.write_text(TOOL_TEMPLATE)
+        if not tells_tools:
+            template = folder / "chat_template.jinja"
+            template.unlink(missing_ok=True)
+            template.write_text(TOOL_TEMPLATE)
         LOGS.mkdir(parents=True, exist_ok=True)
         environment = mock.patch.dict(os.environ, RECEIVERS_HERE)
         with (LOGS / "server.log").open("w") as log, environment, served(folder, log) as url:
@@ -64,11 +65,15 @@ def running_server() -> Iterator[Server]:
 
 
 @contextmanager
-def scripted_server() -> Iterator[Server]:
-    """Start `penstock gateway` and a node with the scripted model, and stop them at the end."""
+def scripted_server(tool_format: str = "hermes") -> Iterator[Server]:
+    """Start `penstock gateway` and a node with the scripted model, and stop them at the end.
+
+    tool_format: in which the model writes its calls.
+    """
     name, *aliases = SCRIPTED_NAMES
+    LOGS.mkdir(parents=True, exist_ok=True)
     with EmbeddedRedis() as redis, ExitStack() as stack, tempfile.TemporaryDirectory(prefix="scripted") as folder:
-        node = {"MODEL": name, "ALIASES": json.dumps(aliases), "TOOL_PARSER": "hermes"}
+        node = {"MODEL": name, "ALIASES": json.dumps(aliases), "TOOL_PARSER": tool_format}
         env = {**os.environ, **{f"PENSTOCK_NODE_{key}": value for key, value in node.items()}}
         env |= {"PENSTOCK_REDIS_URL": redis.url, "PENSTOCK_RUNTIME_DIR": folder}
         log = stack.enter_context((LOGS / "scripted.log").open("w"))

@@ -10,7 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.contract.tool_formats import FORMATS
+from penstock.contract.calls.writing import written_calls
+from penstock.contract.tool_formats import BY_NAME, FORMATS, ToolFormat
+from penstock.producer.parsing.parsed_text import AnswerFormat
 from tests.gateway.conftest import ByteTokenizer, EchoEngine
 
 SCRIPT = "SCRIPT: "
@@ -40,15 +42,25 @@ def scripted_answer(messages: Sequence[dict[str, Any]]) -> str:
     return NO_SCRIPT
 
 
+def in_format(form: ToolFormat, answer: str) -> str:
+    """Return an answer of a script, whose calls have the format hermes, as a model of another format writes it."""
+    if form == FORMATS["hermes"]:
+        return answer
+    said = AnswerFormat(FORMATS["hermes"]).read(answer)
+    return said.content + written_calls(form, [(call.name, json.loads(call.arguments)) for call in said.calls])
+
+
 class ScriptedTokenizer(ByteTokenizer):  # type: ignore[misc]
     """One token per byte. A chat is encoded as the answer to it, which the engine then echoes."""
 
-    tool_format = FORMATS["hermes"]
+    def __init__(self, tool_format: str) -> None:
+        super().__init__()
+        self.tool_format = BY_NAME[tool_format]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *rest: Any, **options: Any) -> list[int]:
         """Return the bytes of the answer."""
         super().encode_chat(messages, *rest, **options)
-        return list(scripted_answer(messages).encode())
+        return list(in_format(self.tool_format, scripted_answer(messages)).encode())
 
 
 class ScriptedEngine(EchoEngine):  # type: ignore[misc]
@@ -56,8 +68,8 @@ class ScriptedEngine(EchoEngine):  # type: ignore[misc]
 
     max_prompt_tokens = 1 << 17
 
-    def __init__(self) -> None:
+    def __init__(self, tool_format: str = "hermes") -> None:
         super().__init__()
-        self.tokenizer = ScriptedTokenizer()
+        self.tokenizer = ScriptedTokenizer(tool_format)
         self.max_model_len = self.max_prompt_tokens
         self.num_kv_tokens = 1 << 20

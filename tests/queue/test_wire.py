@@ -201,14 +201,14 @@ def test_pool_record_bytes() -> None:
         )
     )
     assert data == (
-        b"\xde\x00\x14\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\xde\x00\x15\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xa9created_s\x07\xa8revision\xa2r1"
         b"\xafmax_token_bytes\x20\xabtool_format"
         + msgpack.packb(asdict(ToolFormat("x", "json")))
         + b"\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
         b"\xa5kinds\x92\xa8generate\xa1x\xb1thinking_switches\x91\xadthinking=true"
         b"\xb1sampling_defaults\x81\xa5top_k\x28\xaccapabilities\x92\xa4chat\xaacompletion\xactakes_effort\xc2"
-        b"\xaemoved_messages\x90\xadtexts_per_job\x01\xaadimensions\x00\xaasimilarity\xa6cosine"
+        b"\xaemoved_messages\x90\xb2tool_format_reason\xa0\xadtexts_per_job\x01\xaadimensions\x00\xaasimilarity\xa6cosine"
     )
 
 

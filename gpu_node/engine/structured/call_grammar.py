@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.contract.calls.expressions import EXPRESSION_NAME
+from penstock.contract.calls.reading import name_ends_of
 from penstock.contract.errors import RequestError
 from penstock.contract.tool_formats import CDATA, ToolFormat, tokens_in
 from penstock.contract.tools import MAX_CALLS, TEXT_ARGUMENT, WantedCalls, WantedFunction, text_grammar_of
@@ -18,6 +19,8 @@ from penstock.gpu_node.engine.structured.expression_grammar import ExpressionGra
 from penstock.gpu_node.engine.structured.quoted_grammar import QuotingError, quoted_grammar
 from penstock.gpu_node.engine.structured.tagged_grammar import TaggedGrammar, json_rule, quoted
 
+MAX_TOLD_CALLS = 8
+"""Calls of an answer that a grammar lets a told model write. Small ones repeat a call as long as they may."""
 _ANY = r"(.|\n)"
 _BLANK = r"BLANK: /\n{1,2}/"
 _BARE_LIST_BEGINS = rf"\s*(<\|python_start\|>|\[\s*[^\s,:=\[\](){{}}<>\"'|]+\(){_ANY}*"
@@ -34,6 +37,7 @@ class CallGrammar:
         self._opening = "" if self._format.is_bare else self._format.section or self._format.call
         self._first = self._opening.removeprefix(self._format.begun)
         self._parallel = wanted.parallel and not self._format.is_single
+        self._max_calls = MAX_TOLD_CALLS if self._format.is_told else MAX_CALLS
         self._expressions = ExpressionGrammar(self._format, self.mark, self.text_value())
 
     def lark(self) -> str:
@@ -74,7 +78,7 @@ class CallGrammar:
         opening = self._up_to(self._opening, "TEXT", "opening")
         if not (form.is_single or form.is_bare) and (form.section_end or (form.call_end and not form.section)):
             # Text may follow what has an end.
-            return f"({opening} {self._rest()}){{0,{MAX_CALLS if self._parallel else 1}}} TEXT?"
+            return f"({opening} {self._rest()}){{0,{self._max_calls if self._parallel else 1}}} TEXT?"
         return f"({self._calls(opening)} | TEXT?)"
 
     def _calls(self, opening: str) -> str:
@@ -87,7 +91,7 @@ class CallGrammar:
         if not self._parallel or (form.section and not form.section_per_call):
             return f"{opening} {self._rest()}"
         again = f"{self.separator()} {self.mark(self._opening)} {self._rest()}"
-        return f"{opening} {self._rest()} ({again}){{0,{MAX_CALLS - 1}}}"
+        return f"{opening} {self._rest()} ({again}){{0,{self._max_calls - 1}}}"
 
     def _rest(self) -> str:
         """Return the rule for what follows the mark of a list of calls, or that of a call without a list."""
@@ -95,7 +99,13 @@ class CallGrammar:
         padding = quoted(form.padding) if form.padding else ""
         if not form.section:
             return f"{padding} function {padding} {self.mark(form.call_end)}" if form.kind == "json" else "function"
-        call = "function" if form.kind == "json" else f"{self.mark(form.call)} function"
+        call = f"{self.mark(form.call)} function"
+        if form.kind == "json":
+            call = (
+                f"{self.mark(form.call)} {padding} function {padding} {self.mark(form.call_end)}"
+                if form.call
+                else "function"
+            )
         calls = call if form.section_per_call else self._several(call)
         inner = f'" "? "[" {calls} "]"' if form.is_list else f"{padding} {calls} {padding}"
         inner = f'("\\n" | " ") "```json\\n" {inner} "\\n```"' if form.is_fenced else inner
@@ -103,7 +113,7 @@ class CallGrammar:
 
     def _several(self, call: str, first: str = "") -> str:
         first = first or call
-        return f"{first} ({self.separator()} {call}){{0,{MAX_CALLS - 1}}}" if self._parallel else first
+        return f"{first} ({self.separator()} {call}){{0,{self._max_calls - 1}}}" if self._parallel else first
 
     def separator(self) -> str:
         """Return what stands between two calls."""
@@ -183,7 +193,7 @@ class CallGrammar:
     def _head(self, name: str) -> str:
         """Return the rule for a name between marks, without the mark before it."""
         form = self._format
-        ends = [form.name_end] if form.name_end else [form.argument, form.call_end]
+        ends = name_ends_of(form)
         if (
             any(mark in name for mark in (*ends, form.id_mark or ends[0], "\n"))
             or name != name.strip()

@@ -46,7 +46,8 @@ def _receive(node: socket.socket) -> tuple[Any, list[int]] | None:
     return msgpack.unpackb(bytes(body), strict_map_key=False), list(fds)
 
 
-def _load(node: socket.socket) -> LLTokenizer | None:
+def _load(node: socket.socket) -> tuple[LLTokenizer, list[int]] | None:
+    """Return the tokenizer and its special tokens, or None if there is none to use."""
     received = _receive(node)
     if received is None:
         return None
@@ -59,10 +60,10 @@ def _load(node: socket.socket) -> LLTokenizer | None:
         return None
     special = [token_id for token_id in range(vocab_size) if tokenizer.is_special_token(token_id)]
     node.sendall(frame(["ready", "", special]))
-    return tokenizer
+    return tokenizer, special
 
 
-def _fork(tokenizer: LLTokenizer, node: socket.socket, limits: list[Any], fds: list[int]) -> int:
+def _fork(tokenizer: LLTokenizer, special: list[int], node: socket.socket, limits: list[Any], fds: list[int]) -> int:
     template = os.getpid()
     pid = os.fork()
     if pid:
@@ -74,7 +75,7 @@ def _fork(tokenizer: LLTokenizer, node: socket.socket, limits: list[Any], fds: l
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         node.close()
         if os.getppid() == template:
-            serve(tokenizer, fds[0], fds[1], WorkerLimits(*limits))
+            serve(tokenizer, special, fds[0], fds[1], WorkerLimits(*limits))
         status = 0
     except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
         status = 0
@@ -83,8 +84,8 @@ def _fork(tokenizer: LLTokenizer, node: socket.socket, limits: list[Any], fds: l
 
 
 def _run(node: socket.socket) -> None:
-    tokenizer = _load(node)
-    if tokenizer is None:
+    loaded = _load(node)
+    if loaded is None:
         return
     gc.collect()
     gc.freeze()
@@ -92,7 +93,7 @@ def _run(node: socket.socket) -> None:
     while (received := _receive(node)) is not None:
         (action, worker_id, limits), fds = received
         if action == "fork":
-            pids[worker_id] = _fork(tokenizer, node, limits, fds)
+            pids[worker_id] = _fork(*loaded, node, limits, fds)
         elif action == "kill" and worker_id in pids:
             # The pid cannot be reused before this process has waited for it.
             os.kill(pids[worker_id], signal.SIGKILL)

@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,12 +48,16 @@ _WORD_BYTES = 4
 class Matching:
     """The matchers of one worker's choices, by number: they say which tokens a choice may continue with."""
 
-    def __init__(self, tokenizer: LLTokenizer, compiler: Compiler) -> None:
+    def __init__(self, tokenizer: LLTokenizer, special: Sequence[int], compiler: Compiler) -> None:
+        """`special`: the ids of the special tokens."""
         self._tokenizer = tokenizer
+        self._special_bytes = [(start, end, bytes(end - start)) for start, end in _byte_ranges(special)]
+        """Where the bits of special tokens stand in a mask, and the bytes there if none of them is allowed."""
         self._compiler = compiler
         self._matchers: dict[int, LLMatcher] = {}
         self._num_words = -(-tokenizer.vocab_size // (8 * _WORD_BYTES))
         self._words = (ctypes.c_uint32 * self._num_words)()
+        self._nothing = bytes(self._words)
 
     def mask(self, guide_id: int, grammar_id: int, is_new: bool, token_ids: bytes) -> tuple[int, bytes]:
         """Advance a choice by some tokens (int32); return a mask status, and the next mask or the reason for none.
@@ -69,9 +74,11 @@ class Matching:
         if matcher.is_error():
             return PAST_LIMITS, _reason(matcher)
         mask = bytes(self._words)
-        if not mask.strip(b"\0"):
+        if mask == self._nothing:
             return EMPTY, b""
-        only = _only_bit(mask)
+        # To look for a single bit takes as long as many a mask, so the few bytes with special tokens come first.
+        has_special = any(mask[start:end] != none for start, end, none in self._special_bytes)
+        only = _only_bit(mask) if has_special else None
         return WRITTEN, self._spelled(matcher) if only is not None and self._is_mistaken(matcher, only) else mask
 
     def close(self, guide_id: int) -> None:
@@ -98,6 +105,20 @@ class Matching:
         for token_id in self._tokenizer.greedy_tokenize(forced)[:1]:
             mask[token_id // 8] |= 1 << token_id % 8
         return bytes(mask)
+
+
+_MAX_GAP_BYTES = 64
+
+
+def _byte_ranges(token_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ranges of bytes of a mask that hold the bits of these tokens. Close ones are one range."""
+    ranges: list[tuple[int, int]] = []
+    for at in sorted({token_id // 8 for token_id in token_ids}):
+        if ranges and at - ranges[-1][1] <= _MAX_GAP_BYTES:
+            ranges[-1] = ranges[-1][0], at + 1
+        else:
+            ranges.append((at, at + 1))
+    return ranges
 
 
 def _reason(matcher: LLMatcher) -> bytes:
@@ -274,12 +295,14 @@ class WorkerLimits:
 class WorkerLoop:
     """The loop of a worker process. Each of the node's messages is a list of tasks: number, name, arguments."""
 
-    def __init__(self, tokenizer: LLTokenizer, node: socket.socket, page: mmap.mmap, task_cpu_s: float) -> None:
+    def __init__(
+        self, tokenizer: LLTokenizer, special: Sequence[int], node: socket.socket, page: mmap.mmap, task_cpu_s: float
+    ) -> None:
         self._node = node
         self._page = page
         self._task_cpu_s = task_cpu_s
         self._compiler = Compiler(tokenizer)
-        self._matching = Matching(tokenizer, self._compiler)
+        self._matching = Matching(tokenizer, special, self._compiler)
         self._replies: list[Any] = []
         self._replied_s = 0.0
         self._unmeasured_s = 0.0
@@ -330,8 +353,8 @@ class WorkerLoop:
             self._replies.clear()
 
 
-def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
-    """Run as a worker, in a process that was just forked."""
+def serve(tokenizer: LLTokenizer, special: Sequence[int], node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
+    """Run as a worker, in a process that was just forked. `special`: the ids of the special tokens."""
     os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
     limit = _statm(_VIRTUAL) + limits.memory_mib * _MIB
     with suppress(ValueError):  # The process was started with a lower limit.
@@ -339,7 +362,7 @@ def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimi
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
         os.close(page_fd)
-        WorkerLoop(tokenizer, node, page, limits.task_cpu_s).run()
+        WorkerLoop(tokenizer, special, node, page, limits.task_cpu_s).run()
 
 
 def _statm(field: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from penstock.contract.calls.reading import Call
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
 from penstock.contract.tool_formats import FALLBACK, FORMATS, ToolFormat, tokens_in
 from penstock.contract.tools import GENERATION_PROMPT
+from penstock.gpu_node.engine.text import derivation
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.repairs import NO_REFUSALS, Refusals, repaired_calls
 
@@ -122,6 +123,9 @@ def recognized(
                 return trials.used(form, "the marks in the template and its tokens", shows_calls=False)
         elif (form := _best(texts)) is not None:
             return trials.used(form, "reads back the calls that the template renders", shows_calls=True)
+        elif (form := trials.derived(texts)) is not None:
+            why = "derived from what the template renders; no known format reads it back"
+            return trials.used(form, why, shows_calls=True)
     why = f"--tool-parser {override}" if forced else "no known format reads back what the template renders"
     why = why if takes_tools or forced else "the template takes no tools"
     return trials.told(replace(forced or FALLBACK, is_told=True), why)
@@ -141,8 +145,12 @@ def _by_marks(template: ChatTemplate, added_tokens: Collection[str]) -> ToolForm
 
 def _best(texts: Sequence[tuple[int, str, str]]) -> ToolFormat | None:
     """Return the format that reads the trials' calls back and leaves the least of the texts as plain text."""
-    left = {form.name: num_left for form in FORMATS.values() if (num_left := _num_left(form, texts)) is not None}
-    return FORMATS[min(left, key=left.__getitem__)] if left else None
+    return _least_left(FORMATS.values(), texts)
+
+
+def _least_left(forms: Iterable[ToolFormat], texts: Sequence[tuple[int, str, str]]) -> ToolFormat | None:
+    left = {form: num_left for form in forms if (num_left := _num_left(form, texts)) is not None}
+    return min(left, key=left.__getitem__) if left else None
 
 
 def _num_left(form: ToolFormat, texts: Sequence[tuple[int, str, str]]) -> int | None:
@@ -210,6 +218,37 @@ class _Trials:
             answer = text[len(begin) :] if begin is not None and text.startswith(begin) else ""
             found.append((number, after, answer))
         return found
+
+    def derived(self, texts: Sequence[tuple[int, str, str]]) -> ToolFormat | None:
+        """Return the format that explains what the template writes, if the trials' calls can be read back by it."""
+        opening, closing = self._frame()
+
+        def written(*calls: tuple[str, Mapping[str, Any]]) -> str | None:
+            question = {"role": "user", "content": _QUESTION}
+            text = self._rendered([question, *self._repaired(_message(calls, ""))], _TOOLS)
+            if text is None:
+                return None
+            after = text.rpartition(_QUESTION)[2]
+            shared = len(derivation.common_start(after, opening))
+            return after[shared:].removesuffix(closing)
+
+        of_texts = written((derivation.FIRST, derivation.TEXTS))
+        if of_texts is None:
+            return None
+        rendered = derivation.Rendered(
+            of_texts,
+            written((derivation.FIRST, derivation.TEXTS), (derivation.SECOND, derivation.TEXTS)),
+            written((derivation.FIRST, derivation.NUMBER)),
+            written((derivation.FIRST, {})),
+        )
+        return _least_left(derivation.candidates(rendered), texts)
+
+    def _frame(self) -> tuple[str, str]:
+        """Return what stands before and behind the text of an answer."""
+        question = {"role": "user", "content": _QUESTION}
+        text = self._rendered([question, {"role": "assistant", "content": _SAID}], _TOOLS) or ""
+        opening, _, closing = text.rpartition(_QUESTION)[2].partition(_SAID)
+        return opening, closing
 
     def used(self, form: ToolFormat, reason: str, *, shows_calls: bool) -> ToolUseOfTemplate:
         """Return how to use a template that offers tools itself."""

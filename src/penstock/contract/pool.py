@@ -360,6 +360,8 @@ class PoolRecord:
     """Whether the chat template has the variable of a reasoning effort."""
     moved_messages: tuple[ChatShape, ...] = ()
     """The shapes of chats whose messages a node merges or moves, because the model's chat template refuses them."""
+    tool_format_reason: str = ""
+    """Why the node chose this format of calls."""
     texts_per_job: int = 1
     """Most texts of one job; above 1 for an encoder."""
     dimensions: int = 0

@@ -468,16 +468,19 @@ FALLBACK = ToolFormat(
     "json", "json", call="<tool_call>", call_end="</tool_call>", padding="\n", between="\n", is_told=True
 )
 """The format for models without a known one. `telling.py` of the engine tells the model of it."""
+DERIVED = "derived"
+"""The name of formats that a node derives from a template's renderings, because no record of the table fits."""
 BY_NAME = MappingProxyType({"none": NO_CALLS, **FORMATS, FALLBACK.name: FALLBACK})
 """The values of `tool_parser`."""
 
 
-def _tokens_of(marks: Iterable[str]) -> frozenset[str]:
+def marks_as_tokens(marks: Iterable[str]) -> frozenset[str]:
+    """Return the texts that may be special tokens of a tokenizer: the marks and their parts."""
     return frozenset(part for mark in marks for part in (mark, *tokens_in(mark)) if len(part) > 2)
 
 
-_OF_FRAMES = _tokens_of(mark for form in FORMATS.values() for mark in form.frame_marks)
-_OF_CALLS = _tokens_of(mark for form in FORMATS.values() for mark in form.marks) - _OF_FRAMES
+_OF_FRAMES = marks_as_tokens(mark for form in FORMATS.values() for mark in form.frame_marks)
+_OF_CALLS = marks_as_tokens(mark for form in FORMATS.values() for mark in form.marks) - _OF_FRAMES
 
 
 def telling_marks(source: str, reasoning: Iterable[str]) -> frozenset[str]:
@@ -486,10 +489,10 @@ def telling_marks(source: str, reasoning: Iterable[str]) -> frozenset[str]:
     source: the chat template's. Marks around messages and texts count only if it has those of a whole format.
     reasoning: the marks of reasoning that templates use.
     """
-    found = _OF_CALLS | (_tokens_of(reasoning) - _OF_FRAMES)
+    found = _OF_CALLS | (marks_as_tokens(reasoning) - _OF_FRAMES)
     for form in FORMATS.values():
         marks = (form.header, form.header_end, form.text_opening, *form.dropped)
         own = [part for mark in marks for part in tokens_in(mark) if _TOKEN.fullmatch(part)]
         if own and all(part in source for part in own):
-            found |= _tokens_of((*form.frame_marks, *form.marks))
+            found |= marks_as_tokens((*form.frame_marks, *form.marks))
     return found

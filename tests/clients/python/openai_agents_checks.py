@@ -89,7 +89,7 @@ async def agent_calls_a_tool_and_goes_on() -> None:
         called.append(name)
         return length_in_km(name)
 
-    for agent in agents(tool_choice="required", tools=[length_of]):
+    for agent in agents(max_tokens=1000, tool_choice="required", tools=[length_of]):
         called.clear()
         result = await Runner.run(agent, ASK_LENGTH)
         assert called

@@ -21,7 +21,7 @@ from penstock.runtime.settings import RedisSettings
 async def main() -> None:
     """Serve until a signal."""
     settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url)
-    await serve_engine(settings, ScriptedEngine())
+    await serve_engine(settings, ScriptedEngine(settings.tool_parser or "hermes"))
 
 
 if __name__ == "__main__":

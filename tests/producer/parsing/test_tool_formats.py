@@ -257,57 +257,6 @@ def test_literals_of_python_are_read(value: object) -> None:
     assert written is not None and json.loads(written) == value
 
 
-# Reports of wrong calls in other servers.
-
-
-def test_a_call_without_the_mark_of_its_list_is_read() -> None:
-    """Qwen3-Coder often leaves `<tool_call>` out (vllm-project/vllm issues of the parser qwen3_coder)."""
-    text = "<function=f>\n<parameter=text>\nls -la\n</parameter>\n</function>\n</tool_call>"
-    said = format_of(FORMATS["qwen3_coder"]).read(text)
-    assert [(call.name, call.arguments) for call in said.calls] == [("f", '{"text": "ls -la"}')]
-    assert said.content == ""
-
-
-def test_a_mark_inside_a_value_leaks_into_no_other_call() -> None:
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=text>\n<tool_call> <function=g>\n</parameter>\n</function>\n</tool_call>"
-    )
-    said = format_of(FORMATS["qwen3_coder"]).read(text)
-    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [
-        ("f", {"text": "<tool_call> <function=g>"})
-    ]
-
-
-def test_numbers_as_text_stay_text_where_the_schema_says_so() -> None:
-    """A zip code of digits was turned into a number (reports of the GLM parsers)."""
-    text = "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>00501</arg_value>\n</tool_call>"
-    assert format_of(FORMATS["glm45"]).read(text).calls[0].arguments == '{"text": "00501"}'
-
-
-def test_a_call_without_arguments_is_an_empty_object() -> None:
-    """Calls without arguments were lost (reports of the GLM 4.5 and Kimi parsers)."""
-    for form, text in (
-        ("glm45", "<tool_call>f\n</tool_call>"),
-        ("glm45", "<tool_call>f</tool_call>"),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
-    ):
-        assert format_of(FORMATS[form]).read(text).calls == (Call(0, "f", "{}", "whole"),)
-
-
-def test_a_name_of_kimi_loses_its_prefix_and_number() -> None:
-    text = (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>"
-        '{"text": "<|tool_call_end|>"}<|tool_call_end|><|tool_calls_section_end|>'
-    )
-    assert format_of(FORMATS["kimi_k2"]).read(text).calls == (Call(0, "f", '{"text": "<|tool_call_end|>"}', "whole"),)
-
-
-def test_ids_of_mistral_are_no_part_of_a_name() -> None:
-    text = '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"count": 1}[TOOL_CALLS]f[ARGS]{}'
-    found = format_of(FORMATS["mistral_args"]).read(text).calls
-    assert [(call.name, call.arguments) for call in found] == [("f", '{"count": 1}'), ("f", "{}")]
-
-
 def test_formats_of_an_unknown_kind_take_no_tools() -> None:
     assert not NO_CALLS.takes_tools and not ToolFormat("new", "drawn").takes_tools
     assert all(form.takes_tools for form in ALL)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from penstock.contract.calls.checking import object_of
 from penstock.contract.calls.reading import (
     BLANK,
     FAIL,
@@ -24,7 +25,6 @@ from penstock.contract.calls.reading import (
     num_held,
 )
 from penstock.contract.tool_formats import ToolFormat
-from penstock.contract.tools import json_of
 
 _MAX_LITERAL_CHARS = 4096
 """Characters of a number, a word or the name of an argument. A longer one would be read from its start again."""
@@ -75,6 +75,7 @@ class ExpressionArguments(Arguments):
         """Whether that text is the key of an object."""
         self._pieces: list[str] = ["{"]
         self._is_begun = False
+        self._checked: object = None
 
     def read(self, text: str, found: list[str]) -> tuple[int, CallEnd | None]:
         """Read on in a text. See `Arguments`."""
@@ -91,8 +92,9 @@ class ExpressionArguments(Arguments):
                 break
             at = max(at, after)
         found += self._pieces[num_known:]
-        if end == "whole" and not _is_object("".join(self._pieces)):
-            end = "broken"
+        if end == "whole":
+            self._checked = object_of("".join(self._pieces))
+            end = "broken" if self._checked is None else end
         return at, end
 
     @property
@@ -236,13 +238,6 @@ def _value_of(literal: str) -> str:
         return _WORDS[literal]
     is_number = _NUMBER.fullmatch(literal) is not None and math.isfinite(float(literal))
     return literal if is_number else json.dumps(literal, ensure_ascii=False)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json_of(text), dict)
-    except ValueError:
-        return False
 
 
 EXPRESSION_NAME = re.compile(r"[^\s,:=\[\](){}<>\"'|]+\Z")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from penstock.contract.calls.checking import object_of
 from penstock.contract.calls.reading import (
     BLANK,
     FAIL,
@@ -168,6 +169,7 @@ class JsonArguments(Arguments):
     def __init__(self) -> None:
         self._object = _ObjectScanner.of_arguments()
         self._pieces: list[str] = []
+        self._checked: object = None
 
     def read(self, text: str, found: list[str]) -> tuple[int, CallEnd | None]:
         """Read on in a text. See `Arguments`."""
@@ -181,7 +183,8 @@ class JsonArguments(Arguments):
         if one.has_failed:
             return end, "broken"
         if one.arguments_end is not None:
-            return end, "whole" if _is_object("".join(self._pieces)) else "broken"
+            self._checked = object_of("".join(self._pieces))
+            return end, "broken" if self._checked is None else "whole"
         one.move(end)
         return end, None
 
@@ -192,7 +195,8 @@ class JsonCallReader(CallReader):
     def __init__(self, form: ToolFormat) -> None:
         super().__init__(form)
         self._lead = form.section or form.call
-        self._opening = [FENCE] * form.is_fenced + ["["] * form.is_list + ["{"]
+        of_each = [form.call] if form.section and form.call else []
+        self._opening = of_each + [FENCE] * form.is_fenced + ["["] * form.is_list + ["{"]
         """What stands between the mark and the first object."""
         self._between = re.compile(rf"[ \t\r\n{re.escape(form.between.strip())}]*")
         ends = ("]" if form.is_list else "", FENCE_END if form.is_fenced else "", form.call_end, form.section_end)
@@ -200,6 +204,7 @@ class JsonCallReader(CallReader):
         self._repeats = form.is_bare or bool(form.section)
         self._object = _ObjectScanner(0, form.name_key, form.arguments_key)
         self._arguments: list[str] = []
+        self._checked: object = None
         self._awaited: list[str] = []
         """The closing marks that may still follow."""
 
@@ -214,7 +219,8 @@ class JsonCallReader(CallReader):
             at = len(self._held) - len(self._held.lstrip())
             at += len(self._lead) if self._held.startswith(self._lead, at) else 0
         else:
-            at = len(self._lead)
+            # The calls of a list may have marks of their own. Those behind the first one begin with these.
+            at = max(0, after_mark(self._held, 0, self._lead))
         for mark in self._opening:
             at = BLANK.match(self._held, at).end()  # type: ignore[union-attr]
             if at > MAX_OPENING_CHARS:
@@ -266,7 +272,8 @@ class JsonCallReader(CallReader):
         one.move(end)
         if ended:
             one.arguments_at = None
-            return _is_object("".join(self._arguments))
+            self._checked = object_of("".join(self._arguments))
+            return self._checked is not None
         return True
 
     def _read_between(self, found: list[str | Call]) -> bool:
@@ -304,13 +311,6 @@ def _name_of(literal: str) -> str | None:
     except ValueError:
         return None
     return name if is_name(name) else None
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json_of(text), dict)
-    except ValueError:
-        return False
 
 
 _MAX_UNDECIDED_CHARS = 32

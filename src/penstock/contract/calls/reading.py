@@ -212,6 +212,13 @@ class Arguments(ABC):
         """
 
 
+def name_ends_of(form: ToolFormat) -> tuple[str, ...]:
+    """Return the marks at one of which the name of a call ends. Without a mark of its own, it ends at what follows."""
+    if form.name_end:
+        return (form.name_end,)
+    return ("{",) if form.kind == "named" else (form.argument, form.call_end)
+
+
 class NamedCallReader(CallReader):
     """Finds calls whose name stands between marks, before the arguments."""
 
@@ -226,12 +233,6 @@ class NamedCallReader(CallReader):
         self._awaited: list[str] = []
         """The marks that may follow a call, before the next one."""
 
-    @property
-    def _name_ends(self) -> tuple[str, ...]:
-        """The marks at one of which the name ends."""
-        form = self._form
-        return (form.name_end,) if form.name_end else (form.argument, form.call_end)
-
     def _read_opening(self, found: list[str | Call]) -> bool:
         form, at = self._form, 0
         if form.section:
@@ -244,7 +245,7 @@ class NamedCallReader(CallReader):
     def _read_head(self, at: int, found: list[str | Call]) -> bool:
         """Read the name of a call whose mark ends at `at`."""
         form, limit = self._form, at + self._MAX_HEAD_CHARS
-        ends = [end for mark in self._name_ends if (end := self._held.find(mark, at, limit)) >= 0]
+        ends = [end for mark in name_ends_of(form) if (end := self._held.find(mark, at, limit)) >= 0]
         if not ends:
             return self._fail_at_mark(found) if len(self._held) >= limit else False
         end = min(ends)

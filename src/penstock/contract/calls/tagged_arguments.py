@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.contract.calls.checking import value_of
 from penstock.contract.calls.python_values import json_of_python
 from penstock.contract.calls.reading import (
     BLANK,
@@ -23,7 +24,7 @@ from penstock.contract.calls.reading import (
     num_held,
 )
 from penstock.contract.tool_formats import CDATA, ITEM, ToolFormat
-from penstock.contract.tools import MAX_ARGUMENTS_CHARS, json_of
+from penstock.contract.tools import MAX_ARGUMENTS_CHARS
 
 _MAX_KEY_CHARS = 1024
 _NULLS = ("null", "none")
@@ -240,27 +241,45 @@ def typed(text: str, allowed: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _literal_of(*kinds: type) -> Callable[[str], str | None]:
+_MAX_NUMBER_CHARS = 1 << 12
+_MAX_PYTHON_CHARS = 1 << 15
+"""Characters of a list or object in the words and quotes of Python. A longer one stays text, unless it is JSON."""
+
+
+def _number_of(*kinds: type) -> Callable[[str], str | None]:
     def read(text: str) -> str | None:
-        for source in (text, json_of_python(text)):
-            try:
-                value = json_of(source or "")
-            except ValueError:
-                continue
-            if type(value) in kinds:
-                return source
-        return None
+        return _checked(text, kinds) if len(text) <= _MAX_NUMBER_CHARS else None
 
     return read
+
+
+def _container_of(bracket: str, kind: type) -> Callable[[str], str | None]:
+    def read(text: str) -> str | None:
+        if not text.startswith(bracket):
+            return None
+        source = _checked(text, (kind,))
+        if source is None and len(text) <= _MAX_PYTHON_CHARS:
+            source = _checked(json_of_python(text) or "", (kind,))
+        return source
+
+    return read
+
+
+def _checked(text: str, kinds: tuple[type, ...]) -> str | None:
+    """Return a text that is JSON of one of these types, or None."""
+    try:
+        return text if type(value_of(text)) in kinds else None
+    except ValueError:
+        return None
 
 
 _READERS: dict[str, Callable[[str], str | None]] = {
     "null": lambda text: "null" if text.lower() in _NULLS else None,
     "boolean": lambda text: text.lower() if text.lower() in ("true", "false") else None,
-    "integer": _literal_of(int),
-    "number": _literal_of(int, float),
-    "object": _literal_of(dict),
-    "array": _literal_of(list),
+    "integer": _number_of(int),
+    "number": _number_of(int, float),
+    "object": _container_of("{", dict),
+    "array": _container_of("[", list),
 }
 
 

@@ -31,7 +31,7 @@ def _list_of(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -
 def _written(form: ToolFormat, name: str, arguments: Mapping[str, Any], number: int) -> str:
     if form.kind == "json":
         text = _json({form.name_key: name, form.arguments_key: arguments})
-        if form.is_bare or form.section:
+        if form.is_bare or (form.section and not form.call):
             return text
         return f"{form.call}{form.padding}{text}{form.padding}{form.call_end}"
     counted = f"{form.number_mark}{number}" if form.number_mark else ""

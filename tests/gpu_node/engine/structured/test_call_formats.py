@@ -16,6 +16,7 @@ from penstock.contract.calls.writing import written_calls
 from penstock.contract.errors import RequestError
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat, tokens_in
+from penstock.gpu_node.engine.structured.call_grammar import MAX_TOLD_CALLS
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
@@ -92,6 +93,25 @@ def test_a_sampled_call_parses_and_fits_its_schema(guides: GrammarCompiler, toke
     arguments = json.loads(said.calls[0].arguments)
     assert arguments["kind"] in ("a", "b c") and 0 <= arguments["x"] <= 9
     assert type(arguments.get("on", True)) is bool and arguments.keys() <= PARAMETERS["properties"].keys()
+
+
+def test_a_told_model_cannot_repeat_a_call_without_end(guides: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Each answer of the demo model to openai-agents reached its token limit, because it called one function again."""
+    calls = [("stop", dict[str, Any]())] * MAX_TOLD_CALLS
+    assert derives(guides, tokenizer, wanted(FALLBACK), written_calls(FALLBACK, calls))
+    guide = guides.new_guide(guides.prepare(wanted(FALLBACK)))
+    guide.take(tokenizer.encode(written_calls(FALLBACK, calls), framed=False))
+    assert allowed(guides, guide) == [EOS]
+
+
+def test_calls_of_a_list_may_have_marks_of_their_own(guides: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """No format of the table is so, but a derived one may be."""
+    form = ToolFormat("derived", "json", "<acts>", "</acts>", "<act>", "</act>", between="\n", padding=" ")
+    text = written_calls(form, [("stop", {}), ("write", {"text": "a"})])
+    assert derives(guides, tokenizer, wanted(form), text)
+    assert not derives(guides, tokenizer, wanted(form), text.replace("</act>", "", 1))
+    named = ToolFormat("derived", "named", call="<fn:", call_end=":fn>")
+    assert derives(guides, tokenizer, wanted(named), written_calls(named, [("stop", {})]))
 
 
 SPECIAL = sorted(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from penstock.gpu_node.engine.text.tokenizer import byte_fallback, byte_level, tokens_by_id
+from penstock.gpu_node.engine.text.token_bytes import byte_fallback, byte_level, tokens_by_id
 
 ALPHABET = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
