@@ -165,6 +165,7 @@ ROPE_LIMITS: Mapping[str, Limit] = {
     "original_max_position_embeddings": _ORIGINAL,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR),
     "attention_factor": _FACTOR,
+    "llama_4_scaling_beta": Limit(0, 1e3, is_whole=False),
     **dict.fromkeys(("mscale", "mscale_all_dim"), _MAGNITUDE),
     **dict.fromkeys(("short_factor", "long_factor", "factors"), _DIVISOR),
 }
