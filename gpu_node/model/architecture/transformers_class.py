@@ -10,7 +10,6 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 
-
 _WHOLE = "ForConditionalGeneration"
 """What the names of such classes end with."""
 _UNLIKE_THEIR_TEXT_MODELS = ("PaliGemmaForConditionalGeneration",)

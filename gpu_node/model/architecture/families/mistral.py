@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window in every layer, or in none. Mixtral: the same with experts in every layer.
 
-Ministral 3 multiplies queries by a factor that grows with their positions. Mistral 3 is a model for images with the text
+Ministral 3 multiplies queries by a factor that grows with their positions. Mistral 3 is a model for images with a text
 model of Mistral or Ministral 3 inside.
 """
 
