@@ -156,7 +156,9 @@ _NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final
 CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
-    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention", "use_bias", "use_qkv_bias", "qk_layernorm"), _FLAG),
+    **dict.fromkeys(
+        ("use_parallel_residual", "use_bidirectional_attention", "use_bias", "use_qkv_bias", "qk_layernorm"), _FLAG
+    ),
     **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias"), _FLAG),
 }

@@ -50,20 +50,20 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-CONFIGS: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
-    "gemma2": ("Gemma2ForCausalLM", _plain),
-    "gemma3": ("Gemma3ForCausalLM", _gemma3),
-    "gpt-oss": ("GptOssForCausalLM", _llama),
-    "granite": ("GraniteForCausalLM", _llama),
-    "llama": ("LlamaForCausalLM", _llama),
-    "olmo2": ("Olmo2ForCausalLM", _llama),
-    "phi3": ("Phi3ForCausalLM", _plain),
-    "qwen2": ("Qwen2ForCausalLM", _plain),
-    "qwen2vl": ("Qwen2ForCausalLM", _plain),
-    "qwen3": ("Qwen3ForCausalLM", _plain),
-    "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
-    "qwen3vl": ("Qwen3ForCausalLM", _plain),
-    "qwen3vlmoe": ("Qwen3MoeForCausalLM", _qwen3_moe),
-    "smollm3": ("SmolLM3ForCausalLM", _llama),
+CONFIGS: Mapping[str, tuple[str, str, Callable[[Metadata], dict[str, Any]]]] = {
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", _plain),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss", _llama),
+    "granite": ("GraniteForCausalLM", "granite", _llama),
+    "llama": ("LlamaForCausalLM", "llama", _llama),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", _llama),
+    "phi3": ("Phi3ForCausalLM", "phi3", _plain),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", _plain),
+    "qwen2vl": ("Qwen2ForCausalLM", "qwen2", _plain),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", _plain),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    "qwen3vl": ("Qwen3ForCausalLM", "qwen3", _plain),
+    "qwen3vlmoe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", _llama),
 }
-"""GGUF's architectures, with their names in config.json and the further fields of their configs."""
+"""GGUF's architectures, with `architectures`, `model_type` and the further fields of config.json."""

@@ -29,9 +29,9 @@ def describe(header: GgufHeader, folder: Path) -> WrittenTokenizer:
     if metadata.architecture not in _CONFIGS:
         known = ", ".join(sorted(_CONFIGS))
         raise ConfigError(f"architecture {metadata.architecture} is not supported in GGUF; supported: {known}")
-    name, config_of = _CONFIGS[metadata.architecture]
+    name, kind, config_of = _CONFIGS[metadata.architecture]
     tokenizer = tokenizer_of(metadata.all)
-    config = {"architectures": [name], **common_fields(metadata), **config_of(metadata)}
+    config = {"architectures": [name], "model_type": kind, **common_fields(metadata), **config_of(metadata)}
     tokens = metadata.all[TOKENIZER_LISTS[0]]
     folder.mkdir()
     tokenizer.backend.save(str(folder / "tokenizer.json"))

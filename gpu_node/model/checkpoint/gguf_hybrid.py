@@ -128,12 +128,12 @@ def _nemotron_h_moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-CONFIGS: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
-    "qwen35": ("Qwen3_5ForCausalLM", _qwen3_5_dense),
-    "qwen35moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
-    "lfm2": ("Lfm2ForCausalLM", _lfm2),
-    "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2_moe),
-    "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
-    "nemotron_h_moe": ("NemotronHForCausalLM", _nemotron_h_moe),
+CONFIGS: Mapping[str, tuple[str, str, Callable[[Metadata], dict[str, Any]]]] = {
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5_dense),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2", _lfm2),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
+    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
+    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe),
 }
-"""GGUF's architectures, with their names in config.json and the further fields of their configs."""
+"""GGUF's architectures, with `architectures`, `model_type` and the further fields of config.json."""

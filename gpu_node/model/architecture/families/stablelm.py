@@ -29,10 +29,14 @@ def _spec_of(config: Config) -> ModelSpec:
     rope = rope_of(config, int(head_dim_of(config) * share))
     attention = llama_attention(config, rope=rope, qkv_bias=bool(config.get("use_qkv_bias")))
     # In parallel, both read one norm.
-    shared: dict[str, Any] = {"parallel_residual": True, "mlp_norm": None} if config.get("use_parallel_residual") else {}
+    shared: dict[str, Any] = (
+        {"parallel_residual": True, "mlp_norm": None} if config.get("use_parallel_residual") else {}
+    )
     layers = (llama_layer(attention, llama_mlp(config), **shared),) * config["num_hidden_layers"]
     norm_eps = config.get("layer_norm_eps", 1e-5)
-    return llama_model(config, layers, norm="layer", norm_eps=norm_eps, max_position=max_position_of(config, rope, 4096))
+    return llama_model(
+        config, layers, norm="layer", norm_eps=norm_eps, max_position=max_position_of(config, rope, 4096)
+    )
 
 
 FAMILIES = (Family("StableLmForCausalLM", _spec_of),)
