@@ -49,7 +49,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> WrittenTokenizer:
     Raises ConfigError that names what is missing, wrong or not supported.
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model not in _BUILDERS:
+    if not isinstance(model, str) or model not in _BUILDERS:
         raise ConfigError(f"tokenizer.ggml.model is {model!r}; supported: {', '.join(_BUILDERS)}")
     if not metadata.get(TOKENIZER_LISTS[0]):
         raise ConfigError(f"{TOKENIZER_LISTS[0]} is missing; the file has no tokenizer")

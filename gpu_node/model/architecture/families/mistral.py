@@ -6,6 +6,8 @@ model of Mistral or Ministral 3 inside.
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.hf_config import (
     LAYER,
@@ -20,7 +22,7 @@ from penstock.gpu_node.model.architecture.spec import Experts, Family, ModelSpec
 
 _DEFAULT_WINDOW = 4096
 _MINISTRAL3_DEFAULTS = {"max_position_embeddings": 262_144, "head_dim": 128, "rms_norm_eps": 1e-5}
-_MINISTRAL3_ROPE = {
+_MINISTRAL3_ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -41,7 +43,7 @@ def _mistral(config: Config) -> ModelSpec:
 
 
 def _ministral3(config: Config) -> ModelSpec:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
     config = {**_MINISTRAL3_DEFAULTS, **config, "rope_parameters": rope}
     beta, growth = rope.get("llama_4_scaling_beta"), None
     if beta:
