@@ -24,7 +24,7 @@ def test_greedy_tokens_of_gemma_leave_the_path_of_its_dequantized_weights_only_a
 
     engine = Engine(EngineConfig(model=str(gemma_gguf), num_kv_blocks=64, max_model_len=256, num_threads=2))
     generations = engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
-    assert " Paris" in generations[0].choices[0].text
+    assert "capital" in generations[0].choices[0].text
     auto_model: Any = AutoModelForCausalLM
     model = auto_model.from_pretrained(
         gemma_gguf.parent,
