@@ -34,7 +34,7 @@ def causal_classes() -> dict[str, str]:
     return {name: kind for kind, name in reversed(_classes_of_kinds().items())}
 
 
-# Of our own code alone.
+# Of one user, or of our own code and files.
 @cache
 def _classes_of_kinds() -> dict[str, str]:
     """Return these classes by the `model_type` of their configs. Some are those of several."""
