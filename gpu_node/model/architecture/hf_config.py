@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import fields as fields_of
-from dataclasses import is_dataclass, replace
 from math import log, sqrt
 from typing import Any, TypeVar
 
@@ -24,6 +22,8 @@ from penstock.gpu_node.model.architecture.spec import Activation, Attention, Lay
 Config = Mapping[str, Any]
 
 _SCALINGS = "default, linear, dynamic, llama3, yarn, longrope"
+_UNSCALED = ("default", "mrope")
+"""The second divides channels among the axes of images. All axes of a text have the same positions."""
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -55,7 +55,7 @@ def rope_of(config: Config, dim: int, *, theta: float = 10_000.0) -> Rope:
 
 def _scaling_of(config: Config, rope: Config, dim: int) -> Scaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    if kind in _UNSCALED:
         return None
     if kind == "linear":
         return LinearScaling(float(rope["factor"]))
@@ -260,19 +260,3 @@ def windows_of_kinds(config: Config, *, period: int) -> tuple[int | None, ...]:
     kinds = kinds_of(config, lambda layer: "sliding_attention" if (layer + 1) % period else "full_attention")
     window = config.get("sliding_window", 4096)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def with_prefix(spec: ModelSpec, prefix: str) -> ModelSpec:
-    """Return a spec whose tensors are named `prefix` in place of `model.`: a text model inside of another one."""
-    renamed: ModelSpec = _renamed(spec, prefix)
-    return renamed
-
-
-def _renamed(value: Any, prefix: str) -> Any:
-    if isinstance(value, str):
-        return prefix + value.removeprefix(_MODEL) if value.startswith(_MODEL) else value
-    if isinstance(value, tuple):
-        return tuple(_renamed(one, prefix) for one in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _renamed(getattr(value, one.name), prefix) for one in fields_of(value)})
-    return value

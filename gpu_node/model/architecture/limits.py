@@ -58,15 +58,19 @@ class Limit:
     low: float
     high: float
     is_whole: bool = True
+    or_text: bool = False
+    """Whether a text is allowed as well."""
 
     def __str__(self) -> str:
         low, high = (
             f"{int(end):,}" if end == int(end) and end < _MAX_WRITTEN else f"{end:g}" for end in (self.low, self.high)
         )
-        return f"a {'whole ' if self.is_whole else ''}number from {low} to {high}"
+        return f"a {'whole ' if self.is_whole else ''}number from {low} to {high}{' or a text' if self.or_text else ''}"
 
     def allows(self, value: object) -> bool:
         """Return whether a value is such a number."""
+        if self.or_text and isinstance(value, str):
+            return True
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             return False
         return not self.is_whole or value == int(value)
@@ -115,7 +119,8 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _ORIGINAL,
     "sliding_window": _WINDOW,
-    **dict.fromkeys(("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"), _COUNT),
+    **dict.fromkeys(("max_window_layers", "no_rope_layer_interval"), _COUNT),
+    "sliding_window_pattern": Limit(0, 1 << 20, or_text=True),
     "num_ln_in_parallel_attn": Limit(1, 2),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _HEADS),
@@ -151,7 +156,9 @@ _NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final
 CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
-    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention", "use_bias"), _FLAG),
+    **dict.fromkeys(
+        ("use_parallel_residual", "use_bidirectional_attention", "use_bias", "use_qkv_bias", "qk_layernorm"), _FLAG
+    ),
     **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias"), _FLAG),
 }
@@ -165,6 +172,7 @@ ROPE_LIMITS: Mapping[str, Limit] = {
     "original_max_position_embeddings": _ORIGINAL,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR),
     "attention_factor": _FACTOR,
+    "llama_4_scaling_beta": Limit(0, 1e3, is_whole=False),
     **dict.fromkeys(("mscale", "mscale_all_dim"), _MAGNITUDE),
     **dict.fromkeys(("short_factor", "long_factor", "factors"), _DIVISOR),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from penstock.contract.errors import ConfigError
@@ -30,10 +30,25 @@ _IN_FILES = {
     "logit_scale": "logits_scaling",
     "limit": "swiglu_limit",
     "slope": "swiglu_alpha",
+    "beta": "llama_4_scaling_beta",
+    "length": "original_max_position_embeddings",
 }
 """What fields of a spec are called in config.json, for a reader of an error."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """A factor of queries that grows with their positions: 1 + beta * log(1 + floor(position / length))."""
+
+    beta: float
+    length: int
+    """The positions before this one have the factor 1."""
+
+    def __post_init__(self) -> None:
+        _check_factors(self, "beta")
+        _check_sizes(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +68,7 @@ class Attention:
     """The factor of scores; None: one by the square root of head_dim."""
     score_cap: float | None = None
     """Limit of scores: a score s becomes cap * tanh(s / cap)."""
+    query_growth: QueryGrowth | None = None
     joint_head_norms: bool = False
     """Whether the norms of queries and keys span all heads of a token, instead of one head each."""
     output_gate: bool = False
@@ -346,6 +362,23 @@ class ModelSpec:
         return tuple(dict.fromkeys(one.rope for one in self.attentions if one.rope is not None))
 
     @property
+    def query_growths(self) -> tuple[QueryGrowth, ...]:
+        """The different growths of the layers' queries."""
+        return tuple(dict.fromkeys(one.query_growth for one in self.attentions if one.query_growth is not None))
+
+    def within(self, max_model_len: int) -> ModelSpec:
+        """Return the spec for texts of some length, without growths of queries that begin later."""
+
+        def shortened(layer: LayerSpec) -> LayerSpec:
+            attention = layer.attention
+            if attention is None or attention.query_growth is None or attention.query_growth.length < max_model_len:
+                return layer
+            return replace(layer, attention=replace(attention, query_growth=None))
+
+        made = {layer: shortened(layer) for layer in self.kinds}
+        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+
+    @property
     def biased_attention(self) -> Attention | None:
         """An attention whose scores have position biases; all such ones have the same heads."""
         return next((one for one in self.attentions if one.has_position_biases), None)
@@ -400,7 +433,7 @@ def state_bytes(spec: ModelSpec) -> int:
     return 4 * sum(layer.recurrence.state_numbers for layer in spec.layers if layer.recurrence is not None)
 
 
-def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
+def _check_sizes(record: Attention | Mlp | ModelSpec | QueryGrowth) -> None:
     for field in fields(record):
         size = getattr(record, field.name)
         if field.type == "int" and (not isinstance(size, int) or size < 1):
@@ -408,7 +441,7 @@ def _check_sizes(record: Attention | Mlp | ModelSpec) -> None:
             raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
 
 
-def _check_factors(record: Attention | ClampedGate | ModelSpec, *names: str) -> None:
+def _check_factors(record: Attention | ClampedGate | ModelSpec | QueryGrowth, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):

@@ -10,6 +10,11 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 
+_WHOLE = "ForConditionalGeneration"
+"""What the names of such classes end with."""
+_UNLIKE_THEIR_TEXT_MODELS = ("PaliGemmaForConditionalGeneration",)
+"""Each token of a prompt attends to the whole prompt, which no causal class computes."""
+
 
 def architecture_of(config: Mapping[str, Any]) -> str:
     """Return the architecture that a config.json names, or `none`."""
@@ -26,9 +31,40 @@ def has_transformers() -> bool:
 @cache
 def causal_classes() -> dict[str, str]:
     """Return transformers' classes that generate text, and for each one the `model_type` of its config."""
+    return {name: kind for kind, name in reversed(_classes_of_kinds().items())}
+
+
+# Of one user, or of our own code and files.
+@cache
+def _classes_of_kinds() -> dict[str, str]:
+    """Return these classes by the `model_type` of their configs. Some are those of several."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    return {str(name): kind for kind, name in reversed(list(NAMES.items()))}
+    return {str(kind): str(name) for kind, name in NAMES.items()}
+
+
+def is_whole(name: str) -> bool:
+    """Return whether a class is that of a whole model, which may have a text model inside."""
+    return name.endswith(_WHOLE) and name not in _UNLIKE_THEIR_TEXT_MODELS
+
+
+def text_kind_of(config: Mapping[str, Any]) -> str | None:
+    """Return the `model_type` of the text model inside of a model; None for other models.
+
+    config: the model's, or what `text_config_of` makes of it.
+    """
+    inner = config.get("text_config")
+    kind = (inner if isinstance(inner, dict) else config).get("model_type")
+    return kind if is_whole(architecture_of(config)) and isinstance(kind, str) else None
+
+
+def computing_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the class that generates a model's text.
+
+    Of a model for images or sounds, it is the class of the text model inside, if transformers has one.
+    """
+    architecture, kind = architecture_of(config), text_kind_of(config)
+    return _classes_of_kinds().get(kind, architecture) if kind and has_transformers() else architecture
 
 
 def is_known(architecture: str) -> bool:
@@ -43,7 +79,7 @@ def near_names(config: Mapping[str, Any]) -> str:
     """
     if not has_transformers():
         return ""
-    if is_known(architecture_of(config)):
+    if is_known(computing_class(config)):
         return "; runner transformers may compute it"
     import transformers
 
@@ -61,11 +97,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def transformers_class(config: Mapping[str, Any]) -> Any:
-    """Return the class that a config.json names. Only transformers' own classes are found; a checkpoint's code is not.
+    """Return the class that computes a model (`computing_class`). A checkpoint's own code is not found.
 
     Raises ConfigError if there is none.
     """
-    architecture = architecture_of(config)
+    architecture = computing_class(config)
     if not has_transformers():
         raise ConfigError("runner transformers needs torch: pip install 'penstock-llm[node]'", param="runner")
     if not is_known(architecture):

@@ -1,68 +1,49 @@
 """Convert the config and tokenizer of a GGUF file to Hugging Face's format. The result is cached.
 
-Settings that transformers ignores, RoPE scaling included, are read under the names of config.json.
+Further settings, RoPE scaling included, are read at each start under the names of config.json.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import generation_config
+from penstock.gpu_node.model.checkpoint.gguf_description import describe
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader
-from penstock.gpu_node.model.checkpoint.gguf_hybrid import describe_hybrid
-from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
 from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     BYTE_LEVEL,
     TOKENIZER_LISTS,
-    chat_template_of,
     check_special_ids,
     end_ids,
-    follow_llama_cpp,
     name_of,
     named_templates,
 )
 from penstock.gpu_node.model.protocol import WrittenTokenizer
-from penstock.runtime.reading import is_of_content, reading, reason_of
+from penstock.runtime.reading import reading
 
-LLAMA_LIKE = {
-    "gpt-oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-"""Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's.
-
-Of gpt-oss it takes the lengths of the metadata's names for the numbers of RoPE scaling.
-"""
 _TEMPLATES = "additional_chat_templates"
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
 
 
-def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float], None]) -> WrittenTokenizer | None:
-    """Write the config and tokenizer of a file to a new `folder`. Return the tokenizer, if it is in memory.
+def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float], None]) -> WrittenTokenizer:
+    """Write the config and tokenizer of a file to a new `folder`. Return the tokenizer.
 
     Raises ConfigError for an unreadable file and a full disk.
     """
     progress("convert", 0.0)
     try:
         with reading(file.path, str(file.path)):
-            # Parse the header first, because its errors for truncated files are clearer than those of transformers.
             header = file.header_with(TOKENIZER_LISTS)
             _check_tokenizer(file.path, header)
-            tokenizer = describe_hybrid(header, folder) or describe_llama(header, folder)
-            if tokenizer is None:
-                describe_by_transformers(file.path, header, folder, progress)
+            tokenizer = describe(header, folder)
             _add_generation(header, folder / generation_config.FILE)
             for name, template in named_templates(header.metadata).items():
                 (folder / _TEMPLATES).mkdir(exist_ok=True)
@@ -97,70 +78,11 @@ def _add_generation(header: GgufHeader, path: Path) -> None:
     path.write_text(json.dumps(given | found | ends, indent=2) + "\n", encoding="utf-8")
 
 
-def describe_by_transformers(
-    gguf: Path, header: GgufHeader, folder: Path, progress: Callable[[str, float], None]
-) -> None:
-    """Write the config and tokenizer of any GGUF file that transformers reads."""
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        architecture = header.metadata.get("general.architecture")
-        problem = (
-            f"{gguf}: a GGUF file of the architecture {architecture} needs torch: pip install 'penstock-llm[node]'"
-        )
-        raise ConfigError(problem) from error
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    auto_tokenizer: Any = AutoTokenizer
-    auto_model: Any = AutoModelForCausalLM
-    with _readable(gguf, str(header.metadata.get("general.architecture"))) as file:
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        progress("convert", 0.5)
-        try:
-            tokenizer = auto_tokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        except BaseException as error:
-            if not is_of_content(error):
-                raise
-            said = f"tokenizer.ggml.tokens, its types and its merges make no tokenizer: {reason_of(error)}"
-            raise ConfigError(said) from error
-    # Without weights: only the class name and the end-of-sequence ids are needed.
-    with torch.device("meta"):
-        model = auto_model.from_config(config, dtype=torch.bfloat16)
-    model.config.architectures = [type(model).__name__]
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = chat_template_of(header.metadata, tokenizer.chat_template)
-    tokenizer.save_pretrained(folder)
-    follow_llama_cpp(tokenizer.backend_tokenizer, header.metadata).save(str(folder / "tokenizer.json"))
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-
-
-@contextmanager
-def _readable(gguf: Path, architecture: str) -> Iterator[Path]:
-    """Provide a file whose config and tokenizer transformers reads: `gguf` itself, or its metadata as a Llama's."""
-    if architecture not in LLAMA_LIKE:
-        yield gguf
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / gguf.name
-        _write_as_llama(GGUFReader(gguf), architecture, path)
-        yield path
-
-
-def _write_as_llama(reader: Any, architecture: str, path: Path) -> None:
-    """Write the metadata of a GGUF file to a file without tensors, with the keys of the architecture `llama`."""
-    writer: Any = GGUFWriter(path, "llama")
-    for name, field in reader.fields.items():
-        if name == "general.architecture" or name.startswith("GGUF."):
-            continue
-        key = f"llama.{name.removeprefix(f'{architecture}.')}" if name.startswith(f"{architecture}.") else name
-        is_list = field.types[0] == GGUFValueType.ARRAY
-        writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1] if is_list else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-
-
+_QWEN3_MOE = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
 _SETTINGS = {
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -185,11 +107,7 @@ _SETTINGS = {
         "attention.sliding_window": "sliding_window",
         "rope.scaling.original_context_length": "original_max_position_embeddings",
     },
-    "qwen3moe": {
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok",
-    },
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), _QWEN3_MOE),
 }
 """Architecture → its metadata keys, without the architecture's name, and the fields of config.json for them."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
@@ -226,14 +144,9 @@ def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
         found["query_pre_attn_scalar"] = config["head_dim"]
     if name == "phi3":
         found |= _partial_rotation(metadata, config)
-    if name in LLAMA_LIKE:
-        found["architectures"] = [LLAMA_LIKE[name]]
-        embedding = header.tensors.get("token_embd.weight")
-        if embedding is not None:
-            found["vocab_size"] = embedding.shape[0]
     if name == "gpt-oss":
         found["attention_bias"] = True
-    # Like llama.cpp. transformers reads the tensors of the first part alone.
+    # Like llama.cpp.
     found["tie_word_embeddings"] = "output.weight" not in header.tensors
     if name == "llama" and metadata.get("llama.expert_count"):
         found["architectures"] = ["MixtralForCausalLM"]

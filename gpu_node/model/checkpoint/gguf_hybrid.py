@@ -1,21 +1,12 @@
-"""Describe GGUF files of models with recurrent layers, whose metadata transformers does not read, or reads in part."""
+"""The configs of GGUF files of models with recurrent layers, as config.json has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
-from penstock.gpu_node.model.checkpoint.gguf_llama import (
-    has_plain_tokenizer,
-    special_ids,
-    transformers_version,
-    write_description,
-)
-from penstock.gpu_node.model.checkpoint.gguf_tokenizer import TOKENIZER_LISTS
-from penstock.gpu_node.model.protocol import WrittenTokenizer
+from penstock.gpu_node.model.checkpoint.gguf_metadata import Metadata
 
 _DEFAULT_PERIOD = 4
 """Of Qwen3.5 every fourth layer has attention, if the file does not say which."""
@@ -23,93 +14,7 @@ _DEFAULT_PERIOD = 4
 _DEFAULT_EPSILON = 1e-5
 
 
-def describe_hybrid(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:
-    """Write the config and tokenizer to a new `folder`. Return the tokenizer, or None for other architectures.
-
-    header: with its `TOKENIZER_LISTS`. Raises ConfigError that names what of the metadata is missing or wrong.
-    """
-    architecture = header.metadata.get("general.architecture")
-    known = _CONFIGS.get(str(architecture))
-    if known is None:
-        return None
-    if not has_plain_tokenizer(header.metadata):
-        needs = "tokenizer.ggml.model gpt2 with tokens, their types and merges"
-        raise ConfigError(f"a GGUF file of the architecture {architecture} needs {needs}")
-    name, config_of = known
-    metadata = _Metadata(header)
-    config = {
-        **_common(metadata),
-        **config_of(metadata),
-        "architectures": [name],
-        "dtype": "bfloat16",
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "transformers_version": transformers_version(),
-    }
-    return write_description(header, config, folder)
-
-
-class _Metadata:
-    """The metadata of an architecture, by keys without its name."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.all = header.metadata
-        self.tensors = header.tensors
-        self._prefix = f"{self.all['general.architecture']}."
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """Return a number; `default` if the file has none. Raises ConfigError for another value, or a missing one."""
-        found = self.all.get(self._prefix + key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ConfigError(f"{self._prefix}{key} of the metadata is {found!r} but must be a number")
-        return found
-
-    def optional(self, key: str) -> Any:
-        """Return any value; None if the file has none."""
-        return self.all.get(self._prefix + key)
-
-    def of_layers(self, key: str, count: int) -> list[Any] | None:
-        """Return the values for all layers; None if there is none, or one for all. Raises ConfigError."""
-        found = self.all.get(self._prefix + key)
-        if not isinstance(found, list):
-            return None
-        if len(found) < count or not all(isinstance(one, int) and one >= 0 for one in found):
-            need = f"a whole number of at least 0 for each of {count} layers"
-            raise ConfigError(f"{self._prefix}{key} of the metadata has {len(found)} values but must have {need}")
-        return found[:count]
-
-    @property
-    def num_layers(self) -> int:
-        """The layers, without those that only predict further tokens, which are skipped."""
-        count = int(self.number("block_count")) - int(self.number("nextn_predict_layers", 0))
-        if count < 1:
-            raise ConfigError(
-                f"{self._prefix}block_count of the metadata leaves {count} layers without predicting ones"
-            )
-        return count
-
-
-def _common(metadata: _Metadata) -> dict[str, Any]:
-    """Return the fields that all of these models have."""
-    number, num_layers = metadata.number, metadata.num_layers
-    kv_heads = metadata.of_layers("attention.head_count_kv", num_layers)
-    ids = special_ids(metadata.all).items()
-    return {
-        "vocab_size": metadata.number("vocab_size", _vocab_size(metadata)),
-        "hidden_size": number("embedding_length"),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": number("attention.head_count"),
-        "num_key_value_heads": number("attention.head_count_kv") if kv_heads is None else max(kv_heads),
-        "max_position_embeddings": number("context_length"),
-        **{f"{name}_token_id": token_id for name, token_id in ids if token_id is not None},
-    }
-
-
-def _vocab_size(metadata: _Metadata) -> int:
-    embedding = metadata.tensors.get("token_embd.weight")
-    return len(metadata.all[TOKENIZER_LISTS[0]]) if embedding is None else embedding.shape[0]
-
-
-def _qwen3_5(metadata: _Metadata) -> dict[str, Any]:
+def _qwen3_5(metadata: Metadata) -> dict[str, Any]:
     number, num_layers = metadata.number, metadata.num_layers
     head_dim, value_heads = number("attention.key_length"), number("ssm.time_step_rank")
     recurrent = metadata.of_layers("attention.recurrent_layers", num_layers)
@@ -133,11 +38,11 @@ def _qwen3_5(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-def _qwen3_5_dense(metadata: _Metadata) -> dict[str, Any]:
+def _qwen3_5_dense(metadata: Metadata) -> dict[str, Any]:
     return {**_qwen3_5(metadata), "intermediate_size": metadata.number("feed_forward_length")}
 
 
-def _qwen3_5_moe(metadata: _Metadata) -> dict[str, Any]:
+def _qwen3_5_moe(metadata: Metadata) -> dict[str, Any]:
     number = metadata.number
     return {
         **_qwen3_5(metadata),
@@ -148,7 +53,7 @@ def _qwen3_5_moe(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-def _lfm2(metadata: _Metadata) -> dict[str, Any]:
+def _lfm2(metadata: Metadata) -> dict[str, Any]:
     number, num_layers = metadata.number, metadata.num_layers
     kv_heads = metadata.of_layers("attention.head_count_kv", num_layers) or [1] * num_layers
     return {
@@ -162,7 +67,7 @@ def _lfm2(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-def _lfm2_moe(metadata: _Metadata) -> dict[str, Any]:
+def _lfm2_moe(metadata: Metadata) -> dict[str, Any]:
     number = metadata.number
     return {
         **_lfm2(metadata),
@@ -174,7 +79,7 @@ def _lfm2_moe(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-def _nemotron_h(metadata: _Metadata) -> dict[str, Any]:
+def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
     number, num_layers, heads = metadata.number, metadata.num_layers, metadata.number("ssm.time_step_rank")
     eps = number("attention.layer_norm_epsilon", _DEFAULT_EPSILON)
     return {
@@ -193,7 +98,7 @@ def _nemotron_h(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-def _nemotron_kind(metadata: _Metadata, layer: int) -> str:
+def _nemotron_kind(metadata: Metadata, layer: int) -> str:
     """Return the kind of a layer, which only its tensors say."""
     kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
     for name, kind in kinds.items():
@@ -202,12 +107,12 @@ def _nemotron_kind(metadata: _Metadata, layer: int) -> str:
     raise ConfigError(f"blk.{layer} has none of the tensors {', '.join(kinds)}, by which layers are told apart")
 
 
-def _rows_of(metadata: _Metadata, ending: str) -> int:
+def _rows_of(metadata: Metadata, ending: str) -> int:
     """Return the rows of the first tensor whose name has an ending; 0 without one."""
     return next((tensor.shape[0] for name, tensor in metadata.tensors.items() if name.endswith(f".{ending}")), 0)
 
 
-def _nemotron_h_moe(metadata: _Metadata) -> dict[str, Any]:
+def _nemotron_h_moe(metadata: Metadata) -> dict[str, Any]:
     number = metadata.number
     return {
         **_nemotron_h(metadata),
@@ -223,12 +128,12 @@ def _nemotron_h_moe(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-_CONFIGS: Mapping[str, tuple[str, Callable[[_Metadata], dict[str, Any]]]] = {
-    "qwen35": ("Qwen3_5ForCausalLM", _qwen3_5_dense),
-    "qwen35moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
-    "lfm2": ("Lfm2ForCausalLM", _lfm2),
-    "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2_moe),
-    "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
-    "nemotron_h_moe": ("NemotronHForCausalLM", _nemotron_h_moe),
+CONFIGS: Mapping[str, tuple[str, str, Callable[[Metadata], dict[str, Any]]]] = {
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5_dense),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2", _lfm2),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
+    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
+    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe),
 }
-"""GGUF's architectures, with their names in config.json and the further fields of their configs."""
+"""GGUF's architectures, with `architectures`, `model_type` and the further fields of config.json."""

@@ -24,6 +24,7 @@ _IN_ORDER: Mapping[str, str] = {}
 _INTERLEAVED_HEADS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "granite", "smollm3", "nemotron_h", "nemotron_h_moe"), _BY_HEAD),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss"), _IN_ORDER),
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _IN_ORDER),
     **dict.fromkeys(("qwen35", "qwen35moe", "lfm2", "lfm2moe"), _IN_ORDER),
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name

@@ -1,4 +1,4 @@
-"""What llama.cpp takes for granted of a GGUF file's tokenizer, and transformers does not know or does otherwise.
+"""What llama.cpp takes for granted of a GGUF file's tokenizer.
 
 A file names its tokenizer (`tokenizer.ggml.model`, `tokenizer.ggml.pre`). How words are split, whether a text begins
 with BOS, and which tokens end an answer is known by these names and by the texts of tokens.
@@ -12,15 +12,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from penstock.contract.errors import ConfigError
 
-TOKENIZER_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
-BYTE_LEVEL, _SENTENCE_PIECE = "gpt2", "llama"
-CONTROL, USER_DEFINED = 3, 4
-"""Token types of special tokens, and of words that are never split."""
+TOKENIZER_LISTS = (
+    *("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.scores"),
+)
+BYTE_LEVEL, SENTENCE_PIECE, GEMMA4, WORD_PIECE = "gpt2", "llama", "gemma4", "bert"
+"""Kinds of tokenizers, as `tokenizer.ggml.model` names them."""
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Token types: of the unknown token, of special tokens, of words that are never split, and of single bytes."""
 
 # --- splitting a text into words
 
@@ -62,7 +65,7 @@ _UFAKZEKA = _joined(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", _SIGNS, _SPACE)
 _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"), (_LLAMA3,)),
     **dict.fromkeys(("falcon-h1", "jina-v5-nano"), (_LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "glm5", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
     **dict.fromkeys(("solar-open", "grok-2"), (_QWEN2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
@@ -79,38 +82,21 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "seed-coder": (_SEED,),
     "ufakzeka": (_UFAKZEKA,),
     "minicpm5": (r"\p{N}{1,3}", _words(r"\p{N}+")),
+    "deepseek-llm": (
+        *(r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
+        *(r"\s+$", _OLD_ASIAN, r"\p{N}+"),
+    ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _OLD_ASIAN, r"\p{N}"),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
     "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 """Names of `tokenizer.ggml.pre`, and the patterns that split a text one after another."""
-_IGNORE_MERGES = frozenset(
+IGNORE_MERGES = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
-) | {"tekken", "minicpm5"}
+) | {"tekken", "minicpm5", "glm4", "glm5"}
 """The names of tokenizers for which a word of the vocabulary is one token, whatever the merges say."""
-_BEGIN_WITH_BOS = _IGNORE_MERGES - {"minicpm5"}
+_BEGIN_WITH_BOS = IGNORE_MERGES - {"minicpm5", "glm4", "glm5"}
 """The names of tokenizers that put BOS before a text if the file does not say whether."""
-
-
-def follow_llama_cpp(backend: Tokenizer, metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer as llama.cpp has it, which may be the one that is given, changed.
-
-    metadata: with `TOKENIZER_LISTS`. Raises ConfigError for a name of `tokenizer.ggml.pre` that is not known.
-    """
-    model = metadata.get("tokenizer.ggml.model")
-    if model == BYTE_LEVEL:
-        name = name_of(metadata)
-        backend = _with_own_marks(backend, metadata)
-        backend.pre_tokenizer = _splits(name)
-        backend.model.ignore_merges = name in _IGNORE_MERGES
-    elif model == _SENTENCE_PIECE:
-        _put_spaces(backend, metadata)
-        ends = [AddedToken(text, normalized=False, special=True) for text in _known_ends(metadata)]
-        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        backend.add_special_tokens([end for end in ends if end.content not in known])
-    if model in (BYTE_LEVEL, _SENTENCE_PIECE):
-        backend.post_processor = _frame(backend, metadata)
-    return backend
 
 
 def name_of(metadata: Mapping[str, Any]) -> str:
@@ -122,7 +108,7 @@ def name_of(metadata: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _splits(name: str) -> pre_tokenizers.PreTokenizer:
+def splits_of(name: str) -> pre_tokenizers.PreTokenizer:
     *earlier, last = _PATTERNS[name]
     splits: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in earlier
@@ -135,73 +121,39 @@ def _splits(name: str) -> pre_tokenizers.PreTokenizer:
     return splits[0] if len(splits) == 1 else pre_tokenizers.Sequence(splits)
 
 
-def _marks(metadata: Mapping[str, Any]) -> dict[int, bool]:
+def marks_of(metadata: Mapping[str, Any]) -> dict[int, bool]:
     """Return the ids of tokens that no text is split in, and whether each is a special token.
 
     A token that ends an answer by its text is special, whatever its type is.
     """
     kinds: Sequence[int] = metadata.get(TOKENIZER_LISTS[1]) or ()
-    marks = {at: kind == CONTROL for at, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)}
+    marks = {at: kind != USER_DEFINED for at, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
     return marks | dict.fromkeys(_known_ends(metadata).values(), True)
-
-
-def _with_own_marks(backend: Tokenizer, metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return a byte-level tokenizer with the special tokens of the file, and with no others.
-
-    transformers spells a special token in the alphabet of bytes if it has letters outside it, so that no text has it:
-    those of DeepSeek, for example. And it adds `<|endoftext|>` to every vocabulary.
-    """
-    tokens: Sequence[str] = metadata[TOKENIZER_LISTS[0]]
-    marks = _marks(metadata)
-    added = backend.get_added_tokens_decoder()
-    respelled = {at: spelling for at in marks if (spelling := backend.id_to_token(at)) != tokens[at]}
-    if respelled or any(at >= len(tokens) for at in added):
-        content = json.loads(backend.to_str())
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < len(tokens)]
-        vocab = content["model"]["vocab"]
-        for at, spelling in respelled.items():
-            vocab.pop(spelling, None)
-            vocab[tokens[at]] = at
-        backend = Tokenizer.from_str(json.dumps(content))
-        added = backend.get_added_tokens_decoder()
-    # A word that is there twice has only one id.
-    new = [at for at in marks if backend.token_to_id(tokens[at]) == at]
-    new = [at for at in new if at not in added or added[at].special != marks[at]]
-    backend.add_special_tokens([AddedToken(tokens[at], normalized=False, special=True) for at in new if marks[at]])
-    backend.add_tokens([AddedToken(tokens[at], normalized=False) for at in new if not marks[at]])
-    return backend
-
-
-def _put_spaces(backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Put a space before a text, and before one that follows a special token, if the file does not forbid it."""
-    architecture = str(metadata.get("general.architecture"))
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", not architecture.startswith("gemma"))
-    if has_prefix or not architecture.startswith("gemma"):
-        spaces = normalizers.Replace(" ", "\u2581")
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if has_prefix else spaces
-        backend.pre_tokenizer = None
-        text = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)] if has_prefix else text)
-    name = str(metadata.get("general.name", "")).lower()
-    if architecture == "phi3" and ("phi-3" in name or "phi3" in name):
-        tokens, kinds = (metadata[key] for key in TOKENIZER_LISTS[:2])
-        marks = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, USER_DEFINED)]
-        kept = {"<unk>", "<s>", "<|endoftext|>"}
-        absorbing = [
-            AddedToken(mark, normalized=False, rstrip=True, special=True) for mark in marks if mark not in kept
-        ]
-        backend.add_special_tokens(absorbing)
 
 
 # --- the tokens around a text, and after an answer
 
-_DEFAULT_IDS: dict[str, Mapping[str, int]] = {_SENTENCE_PIECE: {"bos": 1, "eos": 2}}
+_DEFAULT_IDS: dict[str, Mapping[str, int]] = {
+    SENTENCE_PIECE: {"bos": 1, "eos": 2, "unknown": 0},
+    WORD_PIECE: {"bos": 101, "eos": 102, "unknown": 100},
+}
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""The names of special tokens in config.json and in GGUF."""
+_NAMES_OF_WORD_PIECE = {"bos": "cls", "eos": "seperator"}
+"""What a file with such a tokenizer calls the tokens around a text."""
+
+
+def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of the special tokens by their names in config.json; None for those that the file lacks."""
+    return {name: metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _NAMES.items()}
 
 
 def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """Return the id of `bos`, `eos`, `eot`, …; None if the file has none that is in its vocabulary."""
-    default = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(name)
-    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    model = metadata.get("tokenizer.ggml.model")
+    default = _DEFAULT_IDS.get(str(model), {}).get(name)
+    own = _NAMES_OF_WORD_PIECE.get(name, name) if model == WORD_PIECE else name
+    token_id = metadata.get(f"tokenizer.ggml.{own}_token_id", default)
     size = len(metadata.get(TOKENIZER_LISTS[0]) or ())
     return token_id if isinstance(token_id, int) and 0 <= token_id < size else None
 
@@ -209,12 +161,12 @@ def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
 def check_special_ids(metadata: Mapping[str, Any]) -> None:
     """Refuse lists of different lengths, and a special token that is not in the vocabulary. Raises ConfigError.
 
-    Of other tokenizers than byte-level ones, llama.cpp ignores such a token, except the padding, which transformers
-    looks up.
+    Of other tokenizers than byte-level ones, llama.cpp ignores such a token, except the padding.
     """
     size = len(metadata.get(TOKENIZER_LISTS[0]) or ())
-    if (kinds := metadata.get(TOKENIZER_LISTS[1])) and len(kinds) != size:
-        raise ConfigError(f"{TOKENIZER_LISTS[1]} has {len(kinds)} values, but {TOKENIZER_LISTS[0]} has {size}")
+    for key in (TOKENIZER_LISTS[1], TOKENIZER_LISTS[3]):
+        if (values := metadata.get(key)) and len(values) != size:
+            raise ConfigError(f"{key} has {len(values)} values, but {TOKENIZER_LISTS[0]} has {size}")
     is_byte_level = metadata.get("tokenizer.ggml.model") == BYTE_LEVEL
     for name in ("bos", "eos", "unknown", "padding") if is_byte_level else ("padding",):
         token_id = metadata.get(key := f"tokenizer.ggml.{name}_token_id")
@@ -224,14 +176,17 @@ def check_special_ids(metadata: Mapping[str, Any]) -> None:
 
 def begins_with_bos(metadata: Mapping[str, Any]) -> bool:
     """Return whether a text begins with BOS."""
-    is_default = metadata.get("tokenizer.ggml.model") == _SENTENCE_PIECE
-    is_default = is_default or metadata.get("tokenizer.ggml.pre") in _BEGIN_WITH_BOS
+    model = metadata.get("tokenizer.ggml.model")
+    if model in (GEMMA4, WORD_PIECE):
+        return True
+    is_default = model == SENTENCE_PIECE or metadata.get("tokenizer.ggml.pre") in _BEGIN_WITH_BOS
     return metadata.get("tokenizer.ggml.add_bos_token", is_default) is True
 
 
-def _frame(backend: Tokenizer, metadata: Mapping[str, Any]) -> TemplateProcessing:
+def frame_of(backend: Tokenizer, metadata: Mapping[str, Any]) -> TemplateProcessing:
     """Return the processor that adds the special tokens around a text."""
-    wanted = {"bos": begins_with_bos(metadata), "eos": metadata.get("tokenizer.ggml.add_eos_token") is True}
+    ends = metadata.get("tokenizer.ggml.model") == WORD_PIECE or metadata.get("tokenizer.ggml.add_eos_token") is True
+    wanted = {"bos": begins_with_bos(metadata), "eos": ends}
     ids = {name: special_id(metadata, name) if is_wanted else None for name, is_wanted in wanted.items()}
     bos, eos = (None if token_id is None else backend.id_to_token(token_id) for token_id in ids.values())
     single, second = (

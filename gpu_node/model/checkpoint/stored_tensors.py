@@ -45,6 +45,10 @@ _SAFETENSORS_KINDS = {
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _BASES = ("model", "gpt_neox", "transformer", "backbone")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
+_HEAD = "lm_head"
+TEXT_BASES = ("model.language_model", "language_model.model", "model.text_model")
+"""What these names begin with in a checkpoint of a model that has a decoder as a part, such as one for images."""
+TEXT_HEADS = ("language_model.lm_head", "model.lm_head")
 _SCALED_PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
     *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
@@ -181,14 +185,20 @@ def _finder_of(tensors: Mapping[str, StoredTensor]) -> FindStored:
     """
 
     def stored(name: str) -> StoredTensor | None:
-        first, _, rest = name.partition(".")
-        known = (name, rest, f"backbone.{rest}") if first in _BASES else (name,)
-        return next((found for one in known if (found := tensors.get(one)) is not None), None)
+        return next((found for one in _known_names(name) if (found := tensors.get(one)) is not None), None)
 
     def find(name: str) -> StoredTensor | None:
         return stored(name) or one_of_experts(name, stored)
 
     return find
+
+
+def _known_names(name: str) -> tuple[str, ...]:
+    """Return the names that a tensor may have in a checkpoint."""
+    first, _, rest = name.partition(".")
+    if first in _BASES:
+        return (name, rest, f"backbone.{rest}", *(f"{base}.{rest}" for base in TEXT_BASES))
+    return (name, *(f"{head}.{rest}" for head in TEXT_HEADS)) if first == _HEAD else (name,)
 
 
 def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[str, StoredTensor]]:

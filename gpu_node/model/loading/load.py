@@ -330,6 +330,9 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
         "experts": any(mlp.experts is not None for mlp in spec.mlps),
         "activation relu2": any(mlp.activation == "relu2" for mlp in spec.mlps),
         "recurrent layers": bool(spec.recurrences),
+        "queries that grow with positions (a max_model_len of at most their start avoids that)": bool(
+            spec.query_growths
+        ),
         "attention sinks": any(one.sinks is not None for one in spec.attentions),
         "clamped gates": any(mlp.clamped_gate is not None for mlp in spec.mlps),
         "output gates of attention": any(one.output_gate for one in spec.attentions),
@@ -383,12 +386,13 @@ def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptio
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"
         )
+    max_model_len = options.max_model_len or spec.max_position
     return Description(
         source=source,
         architecture=family.architecture,
-        spec=spec,
+        spec=spec.within(max_model_len),
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        max_model_len=options.max_model_len or spec.max_position,
+        max_model_len=max_model_len,
         read_scaled=None if source.is_dummy else reader_of(config),
         gguf=opened.gguf,
         origin=family.origin,

@@ -29,7 +29,7 @@ from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
 from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
-from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors
+from penstock.gpu_node.model.checkpoint.stored_tensors import TEXT_BASES, read_safetensors
 from penstock.gpu_node.model.checkpoint.tensors import input_order, rows_by_part, value_order
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
@@ -157,8 +157,10 @@ def _pairs_of(
         columns = value_order(kind.recurrence)
     for part, (name, rows) in enumerate(spec.parts_of(kind, matrix)):
         full = name.format(layer=layer)
-        # An adapter of a model without its head, as those for embeddings are, lacks the first part of names.
-        known = (f"{_PREFIX}{one}.lora_A.weight" for one in (full, full.partition(".")[2]))
+        # An adapter of a model without its head, as those for embeddings are, lacks the first part of names. That of a
+        # model for images has a further part.
+        rest = full.partition(".")[2]
+        known = (f"{_PREFIX}{one}.lora_A.weight" for one in (full, rest, *(f"{base}.{rest}" for base in TEXT_BASES)))
         down_name = next((one for one in known if one in stored), f"{_PREFIX}{full}.lora_A.weight")
         up_name = down_name.replace(".lora_A.", ".lora_B.")
         if down_name in stored or up_name in stored:

@@ -328,6 +328,9 @@ def _check_sizes(spec: ModelSpec) -> None:
         if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
             reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
             raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
+    if spec.query_growths:
+        start = min(growth.length for growth in spec.query_growths)
+        raise NativeUnavailableError(f"queries grow with positions from {start:,} on", f"--max-model-len {start}")
     for mixer in spec.recurrences:
         _check_recurrence(mixer)
     for layer in spec.kinds:

@@ -16,7 +16,7 @@ from penstock.gpu_node.model.architecture.rope import (
     Rope,
     YarnScaling,
 )
-from penstock.gpu_node.model.architecture.spec import Attention
+from penstock.gpu_node.model.architecture.spec import Attention, QueryGrowth
 
 Table = NDArray[np.float32]
 
@@ -109,6 +109,13 @@ def _yarn_kept(rope: Rope, scaling: YarnScaling) -> NDArray[np.floating]:
     # Avoid a division by zero where both bounds are equal.
     between = last - first or 1e-3
     return 1 - ((np.arange(rope.dim // 2) - first) / between).clip(0.0, 1.0)
+
+
+def query_factors(growth: QueryGrowth, num_positions: int) -> Table:
+    """Return the factor of queries by position, [num_positions]."""
+    positions = np.arange(num_positions, dtype=np.float32)
+    factors: Table = 1 + np.float32(growth.beta) * np.log1p(np.floor(positions / np.float32(growth.length)))
+    return factors
 
 
 def alibi_biases(attention: Attention, num_positions: int) -> Table:

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.architecture.spec import Activation, Attention, Exp
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
-from penstock.gpu_node.model.torch_common.positions import rope_angles
+from penstock.gpu_node.model.torch_common.positions import query_factors, rope_angles
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.recurrent import RecurrentLayers
 
@@ -116,6 +116,10 @@ class Decoder:
         self._weights = weights
         self.adapters = TorchAdapters(spec, weights.dtype)
         self.recurrent = RecurrentLayers.of(spec, state_slots)
+        self._growths = {
+            growth: torch.from_numpy(query_factors(growth, num_positions)).to(weights.dtype)
+            for growth in spec.query_growths
+        }
         self._rotations = {rope: _rotation(rope, num_positions, weights.dtype) for rope in spec.ropes}
 
     def outputs(self, hidden: Tensor) -> Tensor:
@@ -155,6 +159,7 @@ class Decoder:
         slots, begun = attention.targets(plan)
         steps = self.recurrent.steps_of(plan)
         positions = torch.from_numpy(plan.positions)
+        growths = {growth: table[positions].view(-1, 1, 1) for growth, table in self._growths.items()}
         angles = {
             rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
         }
@@ -166,6 +171,8 @@ class Decoder:
             if spec.attention is not None and cache is not None:
                 rope = spec.attention.rope
                 q, gates, k, v = self._qkv(x, i, spec.attention, layer, None if rope is None else angles[rope], adapted)
+                if (growth := spec.attention.query_growth) is not None:
+                    q = q * growths[growth]
                 if begun:
                     cache.zero(begun)
                 cache.store(k, v, slots[spec.attention.num_kv_heads])

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import check_all_numbers, check_positions
-from penstock.gpu_node.model.architecture.transformers_class import architecture_of, transformers_class
+from penstock.gpu_node.model.architecture.transformers_class import transformers_class
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.transformers_runner.attention import (
     IMPLEMENTATION,
@@ -82,7 +82,7 @@ def describe_module(source: ModelSource, config: Mapping[str, Any], max_model_le
     path = source.folder / "config.json"
     check_all_numbers(config, path)
     module_class = transformers_class(config)
-    architecture = architecture_of(config)
+    architecture = module_class.__name__
     if config.get("quantization_config") or config.get("compression_config"):
         raise _unsupported(architecture, "its checkpoint is quantized")
     register()

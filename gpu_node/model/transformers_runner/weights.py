@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.transformers_class import is_whole
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.checkpoint.stored_tensors import read_safetensors, weight_files
+from penstock.gpu_node.model.checkpoint.stored_tensors import TEXT_BASES, TEXT_HEADS, read_safetensors, weight_files
 from penstock.runtime.reading import reason_of
 
 log = logging.getLogger(__package__)
@@ -51,6 +54,9 @@ def stored_module(
     # Its progress bar would be one line of a log.
     of_transformers: Any = transformers_logging
     of_transformers.disable_progress_bar()
+    verbosity = of_transformers.get_verbosity()
+    # What is missing or surplus is said below.
+    of_transformers.set_verbosity_error()
     try:
         module, found = module_class.from_pretrained(
             folder,
@@ -60,12 +66,15 @@ def stored_module(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=None if is_whole(module_class.__name__) else _renamed(stored),
             **implementations,
         )
     except (ConfigError, MemoryError):
         raise
     except Exception as error:
         raise ConfigError(f"{folder}: transformers cannot load the checkpoint: {reason_of(error)}") from error
+    finally:
+        of_transformers.set_verbosity(verbosity)
     if absent := sorted(name for name in found["missing_keys"] if not unused or not name.startswith(unused)):
         raise ConfigError(f"{folder}: the checkpoint has no tensors {_listed(absent)}, which {architecture} needs")
     if unlike := sorted(str(one[0]) for one in found.get("mismatched_keys") or ()):
@@ -74,6 +83,15 @@ def stored_module(
         log.warning("the checkpoint has tensors that the model does not use", extra={"tensors": _listed(surplus)})
     loaded: nn.Module = module.eval()
     return loaded
+
+
+def _renamed(names: Iterable[str]) -> dict[str, str] | None:
+    """Return how tensors of a text model inside of another model are renamed, by patterns; None for others."""
+    found = [base for base in TEXT_BASES if any(name.startswith(f"{base}.") for name in names)]
+    if not found:
+        return None
+    heads = {rf"^{re.escape(head)}\.": "lm_head." for head in TEXT_HEADS}
+    return {rf"^{re.escape(base)}\.": "model." for base in found} | heads
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -17,12 +17,37 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import Family
-from penstock.gpu_node.model.architecture.transformers_class import architecture_of, is_known, near_names
+from penstock.gpu_node.model.architecture.transformers_class import (
+    architecture_of,
+    computing_class,
+    is_known,
+    near_names,
+    text_kind_of,
+)
 
 log = logging.getLogger(__package__)
 
 GROUP = "penstock.families"
 """The group of entry points of other packages. Each names a `Family`, or several in a tuple."""
+
+
+_TEXT_MODELS = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""The families of text models inside of other models (LLaVA, InternVL, SmolVLM …), by their `model_type`."""
 
 
 # Of one user, or of our own code and files.
@@ -77,22 +102,27 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def needs_transformers(config: Mapping[str, Any]) -> bool:
     """Return whether transformers' own class must compute a model, because no family is its."""
-    return _family_or_none(config) is None and is_known(architecture_of(config))
+    return _family_or_none(config) is None and is_known(computing_class(config))
 
 
 def _family_or_none(config: Mapping[str, Any]) -> Family | None:
     architecture = architecture_of(config)
     # A model that was saved without its head, as those for embeddings are, names itself `…Model`.
-    return families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))
+    found = families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))
+    if found is None and (inner := families().get(_TEXT_MODELS.get(text_kind_of(config) or "", ""))) is not None:
+        return replace(inner, has_text_config=True)
+    return found
 
 
 def text_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's text model, with what the whole model says of it.
 
-    A model without a family keeps its config. Raises ConfigError for a `text_config` that is no object.
+    A model that neither a family nor a class of transformers computes keeps its config. Raises ConfigError for a
+    `text_config` that is no object.
     """
     family, inner = _family_or_none(config), config.get("text_config")
-    if family is None or not family.has_text_config or not inner:
+    is_part = family.has_text_config if family is not None else computing_class(config) != architecture_of(config)
+    if not inner or not is_part:
         return dict(config)
     if not isinstance(inner, dict):
         raise ConfigError(f"text_config is {str(inner)[:80]!r} but must be an object")

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text only): norms around attention and MLP, and a sliding window in most layers.
+"""Gemma 2 and the text models of Gemma 3: norms around attention and MLP, and a sliding window in most layers.
 
 Gemma 2 caps scores and logits. Gemma 3 norms queries and keys instead, and has a RoPE of its own for windows.
 """
@@ -29,6 +29,18 @@ _DEFAULT_LOGIT_CAP = 30.0
 _DEFAULT_THETA = 1_000_000.0
 _DEFAULT_LOCAL_THETA = 10_000.0
 _DEFAULT_PERIOD = 6
+_MAX_POSITION = 131_072
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": _MAX_POSITION,
+    "rope_theta": _DEFAULT_THETA,
+}
+"""Published models with an image encoder leave out what is as here."""
 _DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 _NORMS = {
     "post_attention_norm": LAYER + "post_attention_layernorm",
@@ -54,8 +66,7 @@ def _gemma2(config: Config) -> ModelSpec:
 def _gemma3(config: Config) -> ModelSpec:
     # transformers 5 writes the RoPE of each kind of layer into rope_parameters.
     by_kind = config.get("rope_parameters") or {}
-    defaults = {**_DEFAULTS, "max_position_embeddings": 131_072, "rope_theta": _DEFAULT_THETA}
-    config = {**defaults, **config, "rope_parameters": by_kind.get("full_attention", {})}
+    config = {**_DEFAULTS, **_GEMMA3_DEFAULTS, **config, "rope_parameters": by_kind.get("full_attention", {})}
     head_dim, local_theta = head_dim_of(config), config.get("rope_local_base_freq", _DEFAULT_LOCAL_THETA)
     full = rope_of(config, head_dim)
     local = rope_of({"rope_parameters": by_kind.get("sliding_attention")}, head_dim, theta=local_theta)
@@ -66,7 +77,13 @@ def _gemma3(config: Config) -> ModelSpec:
         return _layer(config, window=window, rope=rope, score_cap=cap, **HEAD_NORMS)
 
     windows = windows_of_kinds(config, period=config.get("sliding_window_pattern", _DEFAULT_PERIOD))
-    return _model(config, layers_of(config, windows, layer), logit_cap=config.get("final_logit_softcapping"))
+    return _model(
+        config,
+        layers_of(config, windows, layer),
+        logit_cap=config.get("final_logit_softcapping"),
+        # The config states the length after scaling.
+        max_position=int(config["max_position_embeddings"]),
+    )
 
 
 def _layer(config: Config, **attention: Any) -> LayerSpec:
@@ -81,4 +98,8 @@ def _model(config: Config, layers: tuple[LayerSpec, ...], **changes: Any) -> Mod
     return llama_model(config, layers, norm_offset=1.0, embedding_scale=config["hidden_size"] ** 0.5, **changes)
 
 
-FAMILIES = (Family("Gemma2ForCausalLM", _gemma2), Family("Gemma3ForCausalLM", _gemma3))
+FAMILIES = (
+    Family("Gemma2ForCausalLM", _gemma2),
+    Family("Gemma3ForCausalLM", _gemma3),
+    Family("Gemma3ForConditionalGeneration", _gemma3, has_text_config=True),
+)

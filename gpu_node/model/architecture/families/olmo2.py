@@ -24,7 +24,7 @@ from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSp
 _OLMO3_THETA = 500_000.0
 _OLMO3_PERIOD = 4
 
-_NORMS = {
+NORMS = {
     "attention_norm": None,
     "post_attention_norm": LAYER + "post_attention_layernorm",
     "mlp_norm": None,
@@ -35,7 +35,7 @@ _NORMS = {
 def _olmo2(config: Config) -> ModelSpec:
     config = {"rms_norm_eps": 1e-5, **config}
     attention = biased_attention(config, **HEAD_NORMS, joint_head_norms=True)
-    layer = llama_layer(attention, llama_mlp(config), **_NORMS)
+    layer = llama_layer(attention, llama_mlp(config), **NORMS)
     return llama_model(config, (layer,) * config["num_hidden_layers"])
 
 
@@ -51,7 +51,7 @@ def _olmo3(config: Config) -> ModelSpec:
     def layer(window: int | None) -> LayerSpec:
         rope = full if window is None else local
         attention = biased_attention(config, window=window, rope=rope, **HEAD_NORMS, joint_head_norms=True)
-        return llama_layer(attention, llama_mlp(config), **_NORMS)
+        return llama_layer(attention, llama_mlp(config), **NORMS)
 
     layers = layers_of(config, windows_of_kinds(config, period=_OLMO3_PERIOD), layer)
     return llama_model(config, layers, max_position=max_position_of(config, full))

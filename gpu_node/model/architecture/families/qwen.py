@@ -1,6 +1,6 @@
 """Qwen 2, 2.5 and 3: Llama with biases in the projections of attention, or with norms of each head's queries and keys.
 
-Qwen 3 has a mixture of experts in every layer, in some of them, or in none.
+Qwen 3 has a mixture of experts in every layer, in some of them, or in none. The text models of Qwen-VL are the same.
 """
 
 from __future__ import annotations
@@ -65,8 +65,17 @@ def _qwen3_moe(config: Config) -> ModelSpec:
     return llama_model(config, layers_of(config, kinds, layer))
 
 
+def _qwen3_vl_moe(config: Config) -> ModelSpec:
+    """Return the text model of Qwen3-VL with experts, which always divides their weights by the sum."""
+    return _qwen3_moe({**config, "norm_topk_prob": True})
+
+
 FAMILIES = (
     Family("Qwen2ForCausalLM", _qwen2),
     Family("Qwen3ForCausalLM", _qwen3),
     Family("Qwen3MoeForCausalLM", _qwen3_moe),
+    Family("Qwen2VLForConditionalGeneration", _qwen2, has_text_config=True),
+    Family("Qwen2_5_VLForConditionalGeneration", _qwen2, has_text_config=True),
+    Family("Qwen3VLForConditionalGeneration", _qwen3, has_text_config=True),
+    Family("Qwen3VLMoeForConditionalGeneration", _qwen3_vl_moe, has_text_config=True),
 )

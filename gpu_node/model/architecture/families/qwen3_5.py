@@ -1,12 +1,11 @@
 """Qwen 3.5 and Qwen3-Next: the gated delta rule in three of four layers, and attention with output gates in the others.
 
-Models with an image encoder have the text model inside. Only that is read: images are refused with the chat, and the
-tensors of the encoder and of the further prediction layer (`mtp.`) are skipped.
+Of models with an image encoder only the text model inside is read. The tensors of the further prediction layer (`mtp.`)
+are skipped, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from penstock.gpu_node.model.architecture.hf_config import (
@@ -24,7 +23,6 @@ from penstock.gpu_node.model.architecture.hf_config import (
     num_experts_of,
     num_shared_experts,
     rope_of,
-    with_prefix,
 )
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule
 from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, Mlp, ModelSpec, SharedExperts
@@ -141,14 +139,10 @@ def _mixture(config: Config) -> Mlp:
     )
 
 
-def _inside(spec_of: Callable[[Config], ModelSpec]) -> Callable[[Config], ModelSpec]:
-    return lambda config: with_prefix(spec_of(config), "model.language_model.")
-
-
 FAMILIES = (
     Family("Qwen3_5ForCausalLM", _qwen3_5),
-    Family("Qwen3_5ForConditionalGeneration", _inside(_qwen3_5), has_text_config=True),
+    Family("Qwen3_5ForConditionalGeneration", _qwen3_5, has_text_config=True),
     Family("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
     Family("Qwen3NextForCausalLM", _qwen3_next),
-    Family("Qwen3_5MoeForConditionalGeneration", _inside(_qwen3_5_moe), has_text_config=True),
+    Family("Qwen3_5MoeForConditionalGeneration", _qwen3_5_moe, has_text_config=True),
 )

@@ -62,7 +62,7 @@ def test_a_full_disk_is_not_blamed_on_the_model(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(GgufFile, "header_with", lambda *_: GgufHeader({}, {}))
-    monkeypatch.setattr(gguf, "describe_llama", full)
+    monkeypatch.setattr(gguf, "describe", full)
     model = tmp_path / "m.gguf"
     model.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"^cannot write to .*/cache/models/.*No space left"):
@@ -77,7 +77,7 @@ def test_model_with_a_long_name_can_be_cached(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(GgufFile, "header_with", lambda *_: GgufHeader({}, {}))
-    monkeypatch.setattr(gguf, "describe_llama", described)
+    monkeypatch.setattr(gguf, "describe", described)
     model = tmp_path / f"{'é' * 120}.gguf"
     model.write_bytes(b"GGUF")
     assert resolve_model(str(model), lambda *_: None).folder.is_dir()

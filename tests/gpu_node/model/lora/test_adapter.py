@@ -111,6 +111,20 @@ def _rename(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
 
 
+@pytest.mark.parametrize("base", ["model.language_model", "language_model.model"])
+def test_an_adapter_of_a_model_for_images_changes_its_text_model(
+    family_folder: Family, tmp_path: Path, base: str
+) -> None:
+    folder, named = (make_adapter(tmp_path / name, _model(family_folder("llama"))) for name in ("plain", "named"))
+    _rename(named, "base_model.model.model.", f"base_model.model.{base}.")
+    loaded, ids = _load(family_folder("llama"), lora={"plain": folder, "named": named}), list(range(20))
+    for place, name in enumerate(("plain", "named")):
+        loaded.runner.set_adapter(place, loaded.adapters.find(AdapterRef(name=name)))
+    tracks = [(Track(ids, (1 + 2 * place, 2 + 2 * place), adapter=place), 20) for place in (0, 1)]
+    plain, renamed = logits_of_step(loaded.runner, tracks)
+    np.testing.assert_array_equal(plain, renamed)
+
+
 def test_a_broken_file_is_refused_and_others_are_not(family_folder: Family, tmp_path: Path) -> None:
     base = _model(family_folder("llama"))
     for name in ("good", "lost", "foreign", "half", "pickled", "cut"):

@@ -36,7 +36,7 @@ def alone(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("architecture", "preemption"),
     [
-        ("StableLmForCausalLM", "swap"),
+        ("ArceeForCausalLM", "swap"),
         ("Gemma4ForCausalLM", "recompute"),
         ("BambaForCausalLM", "swap"),
         ("FalconForCausalLM", "recompute"),
@@ -57,7 +57,7 @@ def test_greedy_tokens_are_those_of_transformers_after_preemption_and_prefix_hit
 
 
 def test_logprobs_scores_and_embeddings_are_those_of_the_module(class_folder: Folder) -> None:
-    folder = class_folder("StableLmForCausalLM")
+    folder = class_folder("ArceeForCausalLM")
     engine, module = engine_of(folder), alone(folder)
     prompts = [prompt[:60] for prompt in mixed_prompts(engine, 5)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -80,7 +80,7 @@ def test_logprobs_scores_and_embeddings_are_those_of_the_module(class_folder: Fo
 
 
 def test_structured_outputs_hold_beside_other_sequences(class_folder: Folder) -> None:
-    engine = engine_of(class_folder("StableLmForCausalLM"))
+    engine = engine_of(class_folder("ArceeForCausalLM"))
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     params = [
         SamplingParams(max_tokens=60, seed=1, structured_outputs={"json": {**schema, "additionalProperties": False}}),

@@ -16,7 +16,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import find_model, load_model
 
 Folder = Callable[[str], Path]
-ARCHITECTURE = "StableLmForCausalLM"
+ARCHITECTURE = "ArceeForCausalLM"
 ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -99,10 +99,10 @@ def test_code_of_a_checkpoint_never_runs(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named_with_those_like_it(folder: Path) -> None:
-    change(folder, architectures=["StableLm2ForCausalLM"], transformers_version="99.0.0")
+    change(folder, architectures=["Arcee2ForCausalLM"], transformers_version="99.0.0")
     said = refusal(folder)
-    assert "StableLm2ForCausalLM" in said
-    assert "StableLmForCausalLM" in said
+    assert "Arcee2ForCausalLM" in said
+    assert "ArceeForCausalLM" in said
     assert "a newer one may have it" in said
     change(folder, architectures=["GenerationMixin"])
     assert "GenerationMixin" in refusal(folder, runner="transformers")

@@ -1,10 +1,8 @@
-"""A GGUF file of a Llama is described without transformers, byte for byte as transformers describes it.
-
-Where llama.cpp has other tokens than transformers, both descriptions have llama.cpp's.
-"""
+"""A GGUF file is described without transformers, with llama.cpp's tokens, and as transformers describes it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,21 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from tokenizers import AddedToken, pre_tokenizers
-from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers.models import BPE
+from tokenizers import pre_tokenizers
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.checkpoint import gguf_conversion as gguf
+from penstock.gpu_node.model.checkpoint.gguf_description import describe
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader, read_header
-from penstock.gpu_node.model.checkpoint.gguf_llama import describe_llama
-from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
-    TOKENIZER_LISTS,
-    end_ids,
-    follow_llama_cpp,
-    named_templates,
-)
+from penstock.gpu_node.model.checkpoint.gguf_tokenizer import TOKENIZER_LISTS, end_ids, named_templates
+from penstock.gpu_node.model.checkpoint.gguf_vocabulary import tokenizer_of
 from penstock.gpu_node.model.checkpoint.source import open_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|日本|>", "<a b>"]
@@ -56,11 +48,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tokens": [*SPECIAL, *WORDS, "日本", "a b", "[PAD1]", "the", "the"],
         "kinds": [CONTROL] * 5 + [NORMAL] * len(WORDS) + [NORMAL, USER_DEFINED, UNUSED, NORMAL, NORMAL],
     },
-}
-LEFT_TO_TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "another architecture": {"architecture": "qwen2"},
-    "a model that transformers renames": {"name": "mistral"},
-    "an id without a token": {"ids": {"eos": 100_000}},
 }
 
 
@@ -121,35 +108,31 @@ def header_of(path: Path) -> GgufHeader:
     return read_header(memoryview(path.read_bytes()), TOKENIZER_LISTS)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_description_equals_that_of_transformers(variant: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", **VARIANTS[variant])
-    header = header_of(path)
-    assert describe_llama(header, tmp_path / "ours")
-    gguf.describe_by_transformers(path, header, tmp_path / "theirs", lambda stage, fraction: None)
-    ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name] != theirs[name]] == []
+@pytest.mark.parametrize("real", ["demo_gguf", "gemma_gguf"])
+def test_a_real_file_is_described_as_by_transformers(real: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    path: Path = request.getfixturevalue(real)
+    # It looks for the file beside the files of a model.
+    (tmp_path / "m.gguf").symlink_to(path)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    ours = describe(GgufFile(path).header_with(TOKENIZER_LISTS), tmp_path / "ours").backend
+    assert [ours.encode(text).ids for text in TEXTS] == [theirs(text).input_ids for text in TEXTS]
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").to_dict()
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert {name: written[name] for name in SIZES} == {name: config[name] for name in SIZES}
 
 
-@pytest.mark.slow
-def test_description_of_the_demo_model_equals_that_of_transformers(demo_gguf: Path, tmp_path: Path) -> None:
-    header = header_of(demo_gguf)
-    assert describe_llama(header, tmp_path / "ours")
-    gguf.describe_by_transformers(demo_gguf, header, tmp_path / "theirs", lambda stage, fraction: None)
-    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-
-
-@pytest.mark.parametrize("variant", LEFT_TO_TRANSFORMERS)
-def test_an_unusual_file_is_left_to_transformers(variant: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", **LEFT_TO_TRANSFORMERS[variant])
-    assert not describe_llama(header_of(path), tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "max_position_embeddings", "bos_token_id"),
+)
+# Other signs of numbers than digits are words of their own in llama.cpp's tokenizer of the demo model.
+TEXTS = (
+    *("", " ", "hi", " hi", "two  spaces   and four    .", "line\n\n\n\nend\n", "\ttab\r\n", "3 33 333 3333 33333"),
+    *("l'été où ça naît", "нещо на Български", "日本語 ភាសា", "🚀 (normal) 😶‍🌫️ (multiple)", "I'Ve been 'told he's"),
+)
 
 
 def test_tokenizer_of_the_description_works(tmp_path: Path) -> None:
@@ -166,7 +149,6 @@ def test_the_tokenizer_in_memory_is_the_written_one(variant: str, tmp_path: Path
     folder = tmp_path / "m"
     file = GgufFile(write(tmp_path / "m.gguf", **VARIANTS[variant]))
     written = gguf.describe_gguf(file, folder, lambda stage, fraction: None)
-    assert written is not None
     ours, read = Tokenizer(folder, vocab_size=400, written=written), Tokenizer(folder, vocab_size=400)
     assert ours.token_bytes == read.token_bytes
     assert ours.to_json() == read.to_json()
@@ -257,7 +239,7 @@ def test_an_unknown_way_to_split_words_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_special_tokens_are_found_in_a_text_whatever_their_letters(architecture: str, tmp_path: Path) -> None:
-    """As DeepSeek's are spelled. transformers respells them in the alphabet of bytes."""
+    """As DeepSeek's are spelled."""
     marks = ["<｜User｜>", "<｜end▁of▁sentence｜>"]
     kinds = [CONTROL] * 3 + [USER_DEFINED, CONTROL] + [NORMAL] * len(WORDS)
     facts: dict[str, Any] = {"architecture": architecture, "tokens": [*SPECIAL[:3], *marks, *WORDS], "kinds": kinds}
@@ -274,7 +256,6 @@ def test_a_token_that_ends_an_answer_is_special_whatever_the_file_says(kind: int
 
 
 def test_a_token_that_the_file_lacks_is_not_added(tmp_path: Path) -> None:
-    """transformers adds <|endoftext|> to each byte-level vocabulary, with an id for which the model has no row."""
     tokenizer = _described(tmp_path, tokens=[*WORDS, *SPECIAL[1:]], kinds=[NORMAL] * len(WORDS) + [CONTROL] * 4, ids={})
     assert tokenizer.id_of("<|endoftext|>") is None
 
@@ -306,22 +287,19 @@ PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", 
 KINDS = [2, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * 6, CONTROL]
 
 
-@pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Returns the tokenizer of a SentencePiece model with some metadata, as transformers describes it at first."""
-    vocab = {piece: i for i, piece in enumerate(PIECES)}
+def tokenizer_with(model: str, tokens: list[str], kinds: list[int], **facts: Any) -> Any:
+    """Return the tokenizer of some metadata. facts: without `tokenizer.ggml.`, or with the name of their group."""
+    metadata: dict[str, Any] = {"general.architecture": "llama", "tokenizer.ggml.model": model}
+    metadata |= {TOKENIZER_LISTS[0]: tokens, TOKENIZER_LISTS[1]: kinds}
+    for name, fact in facts.items():
+        metadata[f"general.{name}" if name in ("architecture", "name") else f"tokenizer.ggml.{name}"] = fact
+    return tokenizer_of(metadata).backend
 
-    def tokenizer(architecture: str = "llama", **facts: Any) -> Any:
-        backend = BackendTokenizer(BPE(vocab=vocab, merges=[("▁", "h"), ("▁h", "i"), ("h", "i")], byte_fallback=True))
-        backend.add_special_tokens([AddedToken(PIECES[i], normalized=False) for i in (0, 1, 2, len(PIECES) - 1)])
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        metadata: dict[str, Any] = {"general.architecture": architecture, "tokenizer.ggml.model": "llama"}
-        metadata |= {TOKENIZER_LISTS[0]: PIECES, TOKENIZER_LISTS[1]: KINDS}
-        named = {name: facts.pop(name) for name in ("name",) if name in facts}
-        metadata |= {f"general.{name}": value for name, value in named.items()}
-        return follow_llama_cpp(backend, metadata | {f"tokenizer.ggml.{name}": fact for name, fact in facts.items()})
 
-    return tokenizer
+def pieces(**facts: Any) -> Any:
+    """Return the tokenizer of a SentencePiece model with some metadata."""
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -1.0, -3.0, -2.0, 0.0]
+    return tokenizer_with("llama", PIECES, KINDS, **{"scores": scores} | facts)
 
 
 @pytest.mark.parametrize(
@@ -338,18 +316,65 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         ({"architecture": "phi3", "name": "Another"}, "<|user|>\nhi", ["<s>", "<|user|>", "▁", "<0x0A>", "hi"]),
     ],
 )
-def test_pieces_are_those_of_llama_cpp(
-    facts: dict[str, Any], text: str, tokens: list[str], pieces: Callable[..., Any]
-) -> None:
+def test_pieces_are_those_of_llama_cpp(facts: dict[str, Any], text: str, tokens: list[str]) -> None:
     assert [PIECES[token_id] for token_id in pieces(**facts).encode(text).ids] == tokens
 
 
 @pytest.mark.parametrize(("prefix", "decoded"), [(True, "hi hi"), (False, " hi hi")])
-def test_only_a_space_that_was_put_before_a_text_is_dropped(
-    prefix: bool, decoded: str, pieces: Callable[..., Any]
-) -> None:
+def test_only_a_space_that_was_put_before_a_text_is_dropped(prefix: bool, decoded: str) -> None:
     tokenizer = pieces(add_space_prefix=prefix)
     assert tokenizer.decode([tokenizer.token_to_id("▁hi")] * 2) == decoded
+
+
+def test_pieces_with_better_scores_are_made_first() -> None:
+    tokens, kinds = ["<unk>", "a", "b", "c", "ab", "bc"], [2, *[NORMAL] * 5]
+    facts: dict[str, Any] = {"add_bos_token": False, "add_space_prefix": False}
+    for scores, made in (([0.0] * 4 + [-1.0, -2.0], ["ab", "c"]), ([0.0] * 4 + [-2.0, -1.0], ["a", "bc"])):
+        tokenizer = tokenizer_with("llama", tokens, kinds, scores=scores, **facts)
+        assert tokenizer.encode("abc").tokens == made
+
+
+def test_gemma_4_merges_the_characters_of_each_line() -> None:
+    tokens = ["<unk>", "<bos>", *(f"<0x{i:02X}>" for i in range(256)), "\n", "\n\n", "▁", "a", "a▁", "a▁a"]
+    kinds, merges = [2, CONTROL, *[6] * 256, *[NORMAL] * 6], ["a ▁", "a▁ a", "\n \n"]
+    tokenizer = tokenizer_with("gemma4", tokens, kinds, merges=merges, bos_token_id=1, add_bos_token=False)
+    assert tokenizer.encode("a a\n\na é").tokens == ["<bos>", "a▁a", "\n\n", "a▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("a a\n\na é").ids) == "a a\n\na é"
+
+
+def test_words_are_cut_into_the_longest_pieces_as_by_bert() -> None:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁un", "▁want", "able", "ab", "▁,"]
+    facts = {"cls_token_id": 2, "seperator_token_id": 3, "unknown_token_id": 1, "padding_token_id": 0}
+    tokenizer = tokenizer_with("bert", tokens, [*[CONTROL] * 4, *[NORMAL] * 5], **facts)
+    assert tokenizer.encode("Unable, want zzz").tokens == ["[CLS]", "un", "##able", ",", "want", "[UNK]", "[SEP]"]
+    assert tokenizer.decode(tokenizer.encode("unable").ids) == "unable"
+
+
+@pytest.mark.parametrize(
+    ("model", "facts", "named"),
+    [
+        ("t5", {}, "tokenizer.ggml.model is 't5'; supported: gpt2, llama, gemma4, bert"),
+        ("gpt2", {"pre": "gpt-2"}, "tokenizer.ggml.merges is missing"),
+        ("gemma4", {}, "tokenizer.ggml.merges is missing"),
+        ("llama", {"tokens": ["a" * (1 << 15)]}, "tokenizer.ggml.tokens has too long pieces"),
+        ("llama", {"tokens": []}, "tokenizer.ggml.tokens is missing"),
+    ],
+)
+def test_a_vocabulary_that_makes_no_tokenizer_is_refused(model: str, facts: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        tokenizer_with(model, facts.pop("tokens", ["a", "b"]), [], **facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"architecture": "qwen3next"}, "architecture qwen3next is not supported in GGUF; supported: gemma2, "),
+        ({"ids": {"eos": 100_000}}, "tokenizer.ggml.eos_token_id is 100000, but the file has"),
+    ],
+)
+def test_a_file_that_cannot_be_described_is_refused(facts: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        _described(tmp_path, **facts)
 
 
 def test_named_templates_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
