@@ -237,7 +237,7 @@ class Heartbeat:
         pressure = self._pressure(snapshot, time.monotonic())
         checks = self._num_heartbeats % HEARTBEATS_PER_CHECK == 0 and self._is_compared()
         held = snapshot.job_ids if checks else None
-        free = 0 if self.draining else pressure.kv_tokens_available
+        free = -1 if self.draining else pressure.kv_tokens_available
         answer = await self._broker.heartbeat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
         self._num_heartbeats += 1
         self._acknowledged_s = time.monotonic()
