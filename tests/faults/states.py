@@ -233,7 +233,7 @@ FAULTS: Mapping[str, Fault] = {
     "rights": Fault(
         _command(*_NO_CALLS, end=("ACL", "SETUSER", "default", "+@all")),
         "no_rights",
-        alerts=("PenstockRedisProblem", "PenstockTargetDown"),
+        alerts=("PenstockRedisProblem", "PenstockTargetDown", "PenstockErrorBudgetBurnsFast"),
     ),
     "sentinel": Fault(
         _fail_over, "redis has a new history", said=("log",), alerts=("PenstockRedisChanged",), has_sentinel=True
@@ -257,7 +257,13 @@ FAULTS: Mapping[str, Fault] = {
         _end_node,
         "no_node",
         said=("answer", "log"),
-        alerts=("PenstockTargetDown", "PenstockCallersWithoutNode", "PenstockNoNode"),
+        alerts=(
+            "PenstockTargetDown",
+            "PenstockCallersWithoutNode",
+            "PenstockOldestWait",
+            "PenstockErrorBudgetBurnsFast",
+            "PenstockNoNode",
+        ),
         hold_s=110.0,
     ),
     "slow_node": Fault(

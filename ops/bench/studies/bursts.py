@@ -33,7 +33,7 @@ SIZES = (20, 7)
 PACES = ((1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 3.0))
 STEP_MS = 10.0
 """Of a node of pace 1."""
-NUM_TOKENS = 40
+NUM_TOKENS = 25
 """Jobs run for some tenths of a second, so that all of a burst are held at the same time."""
 WARM_TOKENS = 200
 """Output of the first jobs: after so many steps a node tells its pace by its engine's times."""
