@@ -272,7 +272,7 @@ FAULTS: Mapping[str, Fault] = {
 }
 
 
-async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watches: bool = True) -> Drilled:
+async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS) -> Drilled:
     """Run streams, cause the fault after a while, mend it, and wait for the ends of all streams."""
     fault, seen = FAULTS[name], Drilled(num_streams)
     with ExitStack() as stack:
@@ -289,7 +289,7 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
             gateway = stack.enter_context(GatewayProcess(url))
         staged = Staged(server, gateway, node, seen.answers, servers)
         alerts = None
-        if watches and prometheus_program():
+        if prometheus_program():
             targets = {
                 "penstock-gateway": [urlsplit(gateway.url).netloc],
                 "penstock-node": [f"127.0.0.1:{port}" for port in ports],

@@ -1,6 +1,6 @@
 """Bursts of jobs to several idle nodes: `python -m bench.studies.bursts shares hangs streams` prints tables.
 
-`shares`: which node gets how many jobs of bursts of 20 and of 7, submitted in one call or one by one, with two and
+`shares`: which node gets how many jobs of bursts of 20 and of 7, submitted in one call or one by one, with two or
 three equal nodes and with paces of 1 : 3; the engines are clocks. `hangs`: how long jobs of a burst wait for a node that
 hangs (SIGSTOP). `streams`: 20 streams of the demo model on two nodes with a core each, beside nodes that may run 10 at
 once, which divides such a burst by force; by turns, with different prompts and with a common prompt.
@@ -51,7 +51,7 @@ async def _taken(redis: Redis, pool: str, size: int) -> tuple[list[int], float]:
     """Wait until nodes hold so many jobs. Return how many each one has, and the seconds until then."""
     began_s = time.perf_counter()
     async with asyncio.timeout(30):
-        while sum(held := await _held(redis, pool)) < size:
+        while sum(held := await _held(redis, pool)) < size:  # noqa: ASYNC110  no event tells of it
             await asyncio.sleep(0.002)
     return held, time.perf_counter() - began_s
 
@@ -99,7 +99,10 @@ async def measure_shares(num_bursts: int, paces: Sequence[float]) -> None:
                         seen[_unevenness(held, paces)] += 1
                     row = ", ".join(f"{off:g}: {count}" for off, count in sorted(seen.items()))
                     how = "one call" if at_once else "one by one"
-                    print(f"| {':'.join(f'{pace:g}' for pace in paces)} | {size} | {how} | {max(seen):g} | {row} |", flush=True)
+                    print(
+                        f"| {':'.join(f'{pace:g}' for pace in paces)} | {size} | {how} | {max(seen):g} | {row} |",
+                        flush=True,
+                    )
 
 
 def _unevenness(held: Sequence[int], paces: Sequence[float]) -> float:

@@ -75,11 +75,11 @@ class BareQueue:
     async def join(self) -> None:
         """Let the nodes join the pool."""
         settings = NodeSettings(model=POOL, redis_url="redis://").pool_config
-        for number, node in enumerate(self._nodes):
-            await node.join({**settings, "max_open_jobs": 10**7, "max_queued_cost": 10**12}, PoolRecord(POOL, POOL))
+        for number, broker in enumerate(self._nodes):
+            await broker.join({**settings, "max_open_jobs": 10**7, "max_queued_cost": 10**12}, PoolRecord(POOL, POOL))
             record = NodePressure(f"n{number}", revision="r1", max_num_seqs=256, drain_cost_per_s=1000.0)
             record = replace(record, kv_blocks_total=1 << 16, block_size=16)
-            await node.heartbeat(record, free=1 << 20, answered_call=0, held=None)
+            await broker.heartbeat(record, free=1 << 20, answered_call=0, held=None)
 
     async def submit(self, count: int) -> None:
         """Submit jobs, of the tenants in turn."""
@@ -102,12 +102,12 @@ class BareQueue:
         """Let each node take once. Return the jobs of each."""
         self._num_calls += 1
         whole = Capacity((1 << 20,) * NUM_LEVELS, (TAKEN,) * NUM_LEVELS, 1 << 20, 256)
-        return [(await node.take(self._num_calls, "nonce", whole)).jobs for node in self._nodes]
+        return [(await broker.take(self._num_calls, "nonce", whole)).jobs for broker in self._nodes]
 
     async def finish(self, taken: Sequence[tuple[Taken, ...]]) -> None:
         """End the jobs of each node with a token each."""
-        for node, jobs in zip(self._nodes, taken, strict=True):
-            answers = await node.finish_many(list(map(_end_of, jobs))) if jobs else []
+        for broker, jobs in zip(self._nodes, taken, strict=True):
+            answers = await broker.finish_many(list(map(_end_of, jobs))) if jobs else []
             assert set(answers) <= {"OK"}, answers
 
     async def ack(self, taken: Sequence[tuple[Taken, ...]]) -> None:
