@@ -1,9 +1,9 @@
 """Bursts of jobs to several idle nodes: `python -m bench.studies.bursts shares hangs streams` prints tables.
 
-`shares`: which node gets how many jobs of bursts of 20 and of 7, submitted in one call or one by one, with two or
-three equal nodes and with paces of 1 : 3; the engines are clocks. `hangs`: how long jobs of a burst wait for a node that
-hangs (SIGSTOP). `streams`: 20 streams of the demo model on two nodes with a core each, beside nodes that may run 10 at
-once, which divides such a burst by force; by turns, with different prompts and with a common prompt.
+`shares`: which node gets how many jobs of bursts of 20 and of 7, submitted in one call or one by one, with two or three
+equal nodes and with paces of 1 : 3; the engines are clocks. `hangs`: how long a burst waits for a node that hangs
+(SIGSTOP). `streams`: 20 streams of the demo model on two nodes with a core each, beside nodes that run 10 at once at
+most, which divides such a burst by force; by turns, with different prompts and with a common prompt.
 """
 
 from __future__ import annotations
