@@ -41,6 +41,8 @@ class NodeSnapshot:
     sequences_available: int
     queued_kinds: tuple[bool, bool]
     """Whether foreground and background jobs were waiting when the queue was last read."""
+    queued_since_s: float
+    """Since when that was so whenever the queue was read, by the monotonic clock."""
     hears_doorbell: bool
     num_tokenizer_failures: int
     predicted_outputs: tuple[tuple[int, int, int], ...]
@@ -71,6 +73,7 @@ async def take_snapshot(
         kv_tokens_available=taker.kv_tokens_available,
         sequences_available=taker.sequences_available,
         queued_kinds=taker.queued_kinds,
+        queued_since_s=taker.queued_since_s,
         hears_doorbell=taker.hears_doorbell,
         num_tokenizer_failures=taker.num_tokenizer_failures,
         predicted_outputs=held_jobs.predicted_outputs,
@@ -284,7 +287,11 @@ class Heartbeat:
         stats, most = snapshot.stats, self._base.max_num_seqs
         foreground_waits, background_waits = snapshot.queued_kinds
         self._drain.update(
-            now_s, num_running=stats.num_running, foreground_waits=foreground_waits, background_waits=background_waits
+            now_s,
+            num_running=stats.num_running,
+            foreground_waits=foreground_waits,
+            background_waits=background_waits,
+            since_s=snapshot.queued_since_s,
         )
         if foreground_waits or background_waits:
             num_sequences = stats.num_running

@@ -34,26 +34,24 @@ PACES = ((1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 3.0))
 STEP_MS = 10.0
 """Of a node of pace 1."""
 NUM_TOKENS = 25
-"""Jobs run for some tenths of a second, so that all of a burst are held at the same time."""
+"""Jobs run for some tenths of a second, so that all of a burst run at the same time."""
 WARM_TOKENS = 200
 """Output of the first jobs: after so many steps a node tells its pace by its engine's times."""
 HEARTBEAT_S = 4.0
 """Within this time the other nodes know it."""
 
 
-async def _held(redis: Redis, pool: str) -> list[int]:
-    """Return how many jobs each node holds, in the order of the nodes' names."""
-    names = sorted(name.decode() for name in await redis.zrange(keys.nodes(pool), 0, -1))
-    return [int(await redis.scard(f"{keys.prefix(pool)}:running:{name}")) for name in names]
+async def _nodes(redis: Redis) -> list[bytes]:
+    return sorted(await redis.zrange(keys.nodes(POOL), 0, -1))
 
 
-async def _taken(redis: Redis, pool: str, size: int) -> tuple[list[int], float]:
-    """Wait until nodes hold so many jobs. Return how many each one has, and the seconds until then."""
-    began_s = time.perf_counter()
+async def _seconds_until_taken(redis: Redis, size: int) -> float:
+    """Wait until the first node holds so many jobs. Return the seconds until then."""
+    began_s, name = time.perf_counter(), (await _nodes(redis))[0].decode()
     async with asyncio.timeout(30):
-        while sum(held := await _held(redis, pool)) < size:  # noqa: ASYNC110  no event tells of it
+        while await redis.scard(f"{keys.prefix(POOL)}:running:{name}") < size:
             await asyncio.sleep(0.002)
-    return held, time.perf_counter() - began_s
+    return time.perf_counter() - began_s
 
 
 async def _burst(client: AsyncClient, redis: Redis, size: int, num_tokens: int, *, at_once: bool) -> list[int]:
@@ -64,9 +62,9 @@ async def _burst(client: AsyncClient, redis: Redis, size: int, num_tokens: int, 
         jobs = await asyncio.gather(*(client.submit(prompt, **options) for prompt in prompts))
     else:
         jobs = [await client.submit(prompt, **options) for prompt in prompts]
-    held, _ = await _taken(redis, POOL, size)
     await asyncio.gather(*(job.result() for job in jobs))
-    return held
+    ran = Counter([await redis.hget(keys.job(job.id), "node") for job in jobs])
+    return [ran[name] for name in await _nodes(redis)]
 
 
 @contextmanager
@@ -122,8 +120,7 @@ async def measure_hangs(num_bursts: int) -> None:
                 os.kill(pids[1], signal.SIGSTOP)
                 options = {"max_tokens": NUM_TOKENS, "background": False, "ignore_eos": True}
                 jobs = await asyncio.gather(*(client.submit([5] * 30, **options) for _ in range(20)))
-                _, took_s = await _taken(redis, POOL, 20)
-                waits_ms.append(1e3 * took_s)
+                waits_ms.append(1e3 * await _seconds_until_taken(redis, 20))
                 os.kill(pids[1], signal.SIGCONT)
                 await asyncio.gather(*(job.result() for job in jobs))
                 await asyncio.sleep(1.0)
