@@ -124,7 +124,7 @@ class ClassMetrics:
     max_tokens: Histogram = field(default_factory=_tokens)
     num_choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
     waits_beyond_limit: int = 0
-    """Foreground jobs that waited for longer than the limit with which the queue admits them."""
+    """Foreground jobs that waited for over 1.5 times the limit of admission: waits scatter around it."""
     ends: Counter[str] = field(default_factory=Counter)
     """Ended jobs by the reason: a finish reason, or the state of a job that is not done."""
 
@@ -163,7 +163,7 @@ class JobMetrics:
         if times.is_new:
             wait_s, metrics = max(0.0, times.taken_s - times.submitted_s), self.classes[priority]
             metrics.queue_s.note(wait_s)
-            metrics.waits_beyond_limit += not is_background and wait_s > self.max_waits_s[priority]
+            metrics.waits_beyond_limit += not is_background and wait_s > 1.5 * self.max_waits_s[priority]
 
     def generated(self, priority: int, times: JobTimes, choice: int, at_s: float) -> None:
         """Count an output of a choice. On a job that another node began, the first one only starts the clock."""
