@@ -541,7 +541,8 @@ do
 
   -- The other live nodes that take jobs and have room for jobs like this one, and this node, which is the last.
   local function nodes_for(job, has_begun)
-    local silent_since = now - config.lease_ms / 5
+    -- A heartbeat comes every sixth of a lease.
+    local silent_since = now - config.lease_ms / 3
     local names = redis.call('ZREVRANGEBYSCORE', P .. ':nodes', '+inf', silent_since, 'LIMIT', 0, MAX_NODES)
     local nodes, sum, num_known = {}, 0, 0
     local function note_node(name, pace, max_num, kv_tokens)
