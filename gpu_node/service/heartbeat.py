@@ -293,7 +293,9 @@ class Heartbeat:
             background_waits=background_waits,
             since_s=snapshot.queued_since_s,
         )
-        if foreground_waits or background_waits:
+        # Jobs that wait for a moment, such as those that are left to other nodes, do not show that this node is full.
+        is_full = (foreground_waits or background_waits) and now_s - snapshot.queued_since_s > self._interval_s
+        if is_full:
             num_sequences = stats.num_running
         else:
             num_sequences = min(most, stats.kv_blocks_total * stats.block_size // TYPICAL_COST)
