@@ -262,9 +262,10 @@ FAULTS: Mapping[str, Fault] = {
             "PenstockCallersWithoutNode",
             "PenstockOldestWait",
             "PenstockErrorBudgetBurnsFast",
+            "PenstockErrorBudgetBurns",
             "PenstockNoNode",
         ),
-        hold_s=110.0,
+        hold_s=150.0,
     ),
     "slow_node": Fault(
         _nothing, "", said=(), alerts=("PenstockSlowNode",), hold_s=140.0, num_tokens=4000, slow_step_s=6 * STEP_S

@@ -154,6 +154,7 @@ async def _turn(num_seqs: int, number: int, num_tokens: int) -> dict[str, tuple[
         for core in cores[:2]:
             os.sched_setaffinity(0, {core})  # a node inherits its core
             env = {"PENSTOCK_NODE_PROGRESS": "json", "PENSTOCK_NODE_MAX_NUM_SEQS": str(num_seqs)}
+            env |= {"PENSTOCK_NODE_MAX_WAIT_MS": "3600000"}
             stack.enter_context(child("penstock", "node", str(demo_model()), "--redis-url", url, **env))
         os.sched_setaffinity(0, cores)
         async with AsyncClient(url) as client:
