@@ -80,6 +80,7 @@ class ServerWatch:
         self.state = AWAY
         """The name of its problem; empty if it has none."""
         self.seen: Seen | None = None
+        self.metrics = RedisMetrics()
         self._stats = server.looks
         self._client = client
         self._changed_s = time.monotonic()
@@ -118,6 +119,7 @@ class ServerWatch:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 redis = await self._stats.redis_state()
                 late_s = time.monotonic() - began_s
+                self.metrics.note(redis)
                 if is_whole and not redis.is_loading:
                     pools, client = await self._stats.all(), self._client
                     webhooks = None if client is None else await client.webhooks.queue.stats()
@@ -187,7 +189,6 @@ class RedisWatch:
         self._client = client
         self._missing_rights = missing_rights
         self._watches: list[ServerWatch] = []
-        self._history = RedisMetrics()
 
     async def run(self) -> None:
         """Look until canceled."""
@@ -217,7 +218,8 @@ class RedisWatch:
         found = [*self._of_states()]
         answers = bool(watches) and watches[0].state != AWAY
         directory = watches[0].seen if watches else None
-        found += self._history.metrics(directory.redis if directory is not None and answers else None)
+        history = watches[0].metrics if watches else RedisMetrics()
+        found += history.metrics(directory.redis if directory is not None and answers else None)
         if known:
             found += of_pools([pool for seen in known for pool in seen.pools])
         if directory in known and directory is not None and directory.webhooks is not None:
@@ -289,13 +291,15 @@ class RedisMetrics:
         self._run_id = ""
         self._num_changes = 0
 
+    def note(self, state: RedisState) -> None:
+        """Note an answer of Redis, whether it is for a scrape or not."""
+        self._num_changes += self._run_id not in ("", state.run_id)
+        self._run_id = state.run_id
+
     def metrics(self, state: RedisState | None) -> Iterator[Metric]:
         """Yield the metrics of one scrape; `state` is None if Redis did not answer."""
-        if state is not None:
-            self._num_changes += self._run_id not in ("", state.run_id)
-            self._run_id = state.run_id
         yield GaugeMetricFamily("penstock_redis_up", "Whether Redis answers.", value=state is not None)
-        text = "Times that a restarted or another Redis answered a scrape of this gateway, such as after a fail-over."
+        text = "Times that a restarted or another Redis answered this gateway, such as after a fail-over."
         yield CounterMetricFamily("penstock_redis_changes", text, value=self._num_changes)
         if state is not None:
             yield from _of_redis(state)

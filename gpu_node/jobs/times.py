@@ -124,7 +124,7 @@ class ClassMetrics:
     max_tokens: Histogram = field(default_factory=_tokens)
     num_choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
     waits_beyond_limit: int = 0
-    """Foreground jobs that waited for longer than the limit with which the queue admits them."""
+    """Foreground jobs that waited for over 1.5 times the limit of admission: waits scatter around it."""
     ends: Counter[str] = field(default_factory=Counter)
     """Ended jobs by the reason: a finish reason, or the state of a job that is not done."""
 
@@ -163,7 +163,7 @@ class JobMetrics:
         if times.is_new:
             wait_s, metrics = max(0.0, times.taken_s - times.submitted_s), self.classes[priority]
             metrics.queue_s.note(wait_s)
-            metrics.waits_beyond_limit += not is_background and wait_s > self.max_waits_s[priority]
+            metrics.waits_beyond_limit += not is_background and wait_s > 1.5 * self.max_waits_s[priority]
 
     def generated(self, priority: int, times: JobTimes, choice: int, at_s: float) -> None:
         """Count an output of a choice. On a job that another node began, the first one only starts the clock."""
@@ -366,13 +366,16 @@ class DrainEstimator:
         kind.fresh_output += max(0, num_output - work.num_output)
         work.num_output, work.has_ended = max(work.num_output, num_output), has_ended
 
-    def update(self, now_s: float, *, num_running: int, foreground_waits: bool, background_waits: bool) -> None:
-        """Count what was noted since the last update for the kind that has waited since then."""
+    def update(
+        self, now_s: float, *, num_running: int, foreground_waits: bool, background_waits: bool, since_s: float = 0.0
+    ) -> None:
+        """Count what was noted since the last update for the kind that waited all the time; since when, if known."""
         foreground, background = self._kinds
         elapsed_s = 0.0 if self._updated_s is None else now_s - self._updated_s
+        broke = since_s > (now_s if self._updated_s is None else self._updated_s)
         self._updated_s = now_s
-        foreground.count(elapsed_s, waits=foreground_waits)
-        background.count(elapsed_s, waits=background_waits and not foreground_waits)
+        foreground.count(elapsed_s, waits=foreground_waits, broke=broke)
+        background.count(elapsed_s, waits=background_waits and not foreground_waits, broke=broke)
         num_remembered = max(MIN_REMEMBERED, REMEMBERED_PER_RUNNING * num_running)
         for kind in self._kinds:
             while len(kind.begun) > num_remembered:
@@ -408,9 +411,9 @@ class _KindOfWork:
         self._slow_tokens = self._slow_seconds = 0.0
         self._has_waited = False
 
-    def count(self, elapsed_s: float, *, waits: bool) -> None:
+    def count(self, elapsed_s: float, *, waits: bool, broke: bool = False) -> None:
         """Count the fresh work, if jobs have waited for the whole time: an idle node does not show its speed."""
-        if waits and self._has_waited:
+        if waits and self._has_waited and not broke:
             fade = 0.5 ** (elapsed_s / HALF_LIFE_S)
             self.prompt = fade * self.prompt + self.fresh_prompt
             self.output = fade * self.output + self.fresh_output

@@ -50,7 +50,7 @@ def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
             values = getattr(metrics, attribute)
             family.add_metric((model, priority.label), values.buckets, values.total)
         yield family
-    text = "Foreground jobs that waited in the queue for longer than the limit with which the queue admits jobs."
+    text = "Foreground jobs that waited in the queue for over 1.5 times the limit with which it admits jobs."
     late = CounterMetricFamily("penstock_job_waits_beyond_limit", text, labels=LABELS)
     for priority, metrics in zip(Priority, jobs.classes, strict=True):
         late.add_metric((model, priority.label), metrics.waits_beyond_limit)

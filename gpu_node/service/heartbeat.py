@@ -41,6 +41,8 @@ class NodeSnapshot:
     sequences_available: int
     queued_kinds: tuple[bool, bool]
     """Whether foreground and background jobs were waiting when the queue was last read."""
+    queued_since_s: float
+    """Since when that was so whenever the queue was read, by the monotonic clock."""
     hears_doorbell: bool
     num_tokenizer_failures: int
     predicted_outputs: tuple[tuple[int, int, int], ...]
@@ -71,6 +73,7 @@ async def take_snapshot(
         kv_tokens_available=taker.kv_tokens_available,
         sequences_available=taker.sequences_available,
         queued_kinds=taker.queued_kinds,
+        queued_since_s=taker.queued_since_s,
         hears_doorbell=taker.hears_doorbell,
         num_tokenizer_failures=taker.num_tokenizer_failures,
         predicted_outputs=held_jobs.predicted_outputs,
@@ -237,7 +240,7 @@ class Heartbeat:
         pressure = self._pressure(snapshot, time.monotonic())
         checks = self._num_heartbeats % HEARTBEATS_PER_CHECK == 0 and self._is_compared()
         held = snapshot.job_ids if checks else None
-        free = 0 if self.draining else pressure.kv_tokens_available
+        free = -1 if self.draining else pressure.kv_tokens_available
         answer = await self._broker.heartbeat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
         self._num_heartbeats += 1
         self._acknowledged_s = time.monotonic()
@@ -284,9 +287,15 @@ class Heartbeat:
         stats, most = snapshot.stats, self._base.max_num_seqs
         foreground_waits, background_waits = snapshot.queued_kinds
         self._drain.update(
-            now_s, num_running=stats.num_running, foreground_waits=foreground_waits, background_waits=background_waits
+            now_s,
+            num_running=stats.num_running,
+            foreground_waits=foreground_waits,
+            background_waits=background_waits,
+            since_s=snapshot.queued_since_s,
         )
-        if foreground_waits or background_waits:
+        # Jobs that wait for a moment, such as those that are left to other nodes, do not show that this node is full.
+        is_full = (foreground_waits or background_waits) and now_s - snapshot.queued_since_s > self._interval_s
+        if is_full:
             num_sequences = stats.num_running
         else:
             num_sequences = min(most, stats.kv_blocks_total * stats.block_size // TYPICAL_COST)

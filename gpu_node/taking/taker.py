@@ -131,6 +131,7 @@ class JobTaker:
         self._bell = bell
         self._may_take = may_take
         self._queued_kinds = False, False
+        self._queued_since_s = time.monotonic()
         self._call = 0
         self._nonce = ""
         self.answered_call = 0
@@ -155,6 +156,11 @@ class JobTaker:
     def queued_kinds(self) -> tuple[bool, bool]:
         """Whether foreground and background jobs were waiting when the queue was last read."""
         return self._queued_kinds
+
+    @property
+    def queued_since_s(self) -> float:
+        """Since when the queue had the present kinds whenever it was read, by the monotonic clock."""
+        return self._queued_since_s
 
     @property
     def num_tokenizer_failures(self) -> int:
@@ -195,7 +201,9 @@ class JobTaker:
         answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._held_jobs.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
-        self._queued_kinds = any(answer.depth[:NUM_PRIORITIES]), any(answer.depth[NUM_PRIORITIES:])
+        kinds = any(answer.depth[:NUM_PRIORITIES]), any(answer.depth[NUM_PRIORITIES:])
+        if kinds != self._queued_kinds:
+            self._queued_kinds, self._queued_since_s = kinds, time.monotonic()
         self._engine.note_queued_background(self._queued_kinds[1])
         self._held_jobs.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in sorted(jobs, key=_to_compute_again):

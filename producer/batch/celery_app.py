@@ -5,6 +5,7 @@ Redis is its broker and result backend, and JSON its only serializer.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
@@ -26,6 +27,8 @@ from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import PROGRESS_STATE, RUN_FILE
 from penstock.producer.batch.worker_process import tell_service_manager
+from penstock.queue.broker.connection import connect, translated
+from penstock.queue.broker.redis_clock import RedisClock
 from penstock.runtime.logging import LogSettings, log_formatter
 from penstock.runtime.redis_url import sentinel_url_of
 from penstock.runtime.settings import redis_url_of
@@ -136,13 +139,25 @@ class TaskFailedError(PenstockError):
 def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:
     """Send a batch to the workers and wait for its end. If this process stops, the batch continues in its worker.
 
+    Its times go by the clock of Redis, because a worker's machine has another one than this one.
+
     Raises the task's error, or UnavailableError if Celery's Redis is unreachable.
     """
     app = make_app(CelerySettings.load(), redis_url)
+    if batch.not_before_s is not None:
+        batch = batch.timed_by(asyncio.run(_ask_offset(redis_url)))
     try:
         return _follow(app.send_task(RUN_FILE, kwargs=asdict(batch)), on_progress)
     except (OperationalError, RedisError) as error:
         raise UnavailableError(f"Celery's Redis is unreachable: {error}", code="redis_away") from error
+
+
+async def _ask_offset(redis_url: str) -> float:
+    clock = RedisClock()
+    async with connect(redis_url) as redis:
+        with translated():
+            await clock.ask(redis)
+    return clock.offset_s
 
 
 def _follow(task: AsyncResult, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:

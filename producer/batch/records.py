@@ -67,6 +67,10 @@ class Batch:
         if self.not_before_s is not None and not self.not_before_s <= time.time() + MAX_DEADLINE_S:
             raise RequestError(f"not_before_s must be at most {MAX_DEADLINE_S} s in the future", param="not_before_s")
 
+    def timed_by(self, offset_s: float) -> Batch:
+        """Return the batch as by another clock, which is so many seconds ahead of the one of its times."""
+        return self if self.not_before_s is None else replace(self, not_before_s=self.not_before_s + offset_s)
+
     @property
     def errors_name(self) -> str:
         """The path or fsspec URL of the list of failed rows."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
@@ -33,6 +33,7 @@ from penstock.producer.batch.worker_process import TaskTerminatedError, TaskTrac
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.flows.marks import answer_text, replaced
+from penstock.queue.broker.connection import translated
 from penstock.queue.broker.producer import ServedPool
 
 _LOG = logging.getLogger(__package__)
@@ -117,10 +118,19 @@ class _Worker:
 
             def answer_file() -> BatchProgress:
                 with opened(batch, lambda reason: report(BatchProgress(0, waiting=reason))) as one:
-                    noted: dict[str, Any] = {"one": one, "on_progress": counted, "on_submit": self._metrics.submitted}
-                    return self._client.run(
-                        lambda client: answer_rows(NotingSubmitter(client, job_ids), **noted), task_id
-                    )
+
+                    async def answer_here(client: AsyncClient) -> BatchProgress:
+                        here = one
+                        if batch.not_before_s is not None:
+                            # It goes by the clock of Redis, and this machine may have another time.
+                            clock = client.servers.clock
+                            with translated():
+                                await clock.ask(client.servers.directory.redis)
+                            here = replace(one, batch=one.batch.timed_by(-clock.offset_s))
+                        noting = NotingSubmitter(client, job_ids)
+                        return await answer_rows(noting, here, counted, on_submit=self._metrics.submitted)
+
+                    return self._client.run(answer_here, task_id)
 
             return self._run(task, answer_file, job_ids)
 

@@ -3,8 +3,8 @@
 `restore`: Redis loses everything since a backup. `replace`: nodes and gateways are replaced under load, one by one.
 `rotate`: the same, with a new password at Redis and its replica, and a fail-over behind it. `certificates`: Redis gets
 a certificate of another authority, without a restart of anything. `nginx`, `haproxy` and `caddy`: gateways behind that
-proxy are stopped and killed under streams. `restart`, `pause`, `maxmemory`, `disk_full`, `rights`, `sentinel`, `skew`
-and `overload`: the states of states.py.
+proxy are stopped and killed under streams. `calm`, `restart`, `pause`, `maxmemory`, `disk_full`, `rights`, `sentinel`,
+`skew`, `overload`, `no_node` and `slow_node`: the states of states.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -277,14 +278,18 @@ DRILLS: dict[str, Callable[[Path], Coroutine[Any, Any, Outcome]]] = {
 
 
 def main() -> None:
-    """Run the chosen drills, or all of them."""
+    """Run the chosen drills, or all of them. Exit with 1 if one lost a stream, or fired other alerts than it lists."""
     parser = argparse.ArgumentParser(prog="make drills")
     parser.add_argument("drills", nargs="*", choices=[*DRILLS, []], help="default: all")
+    has_failed = False
     for name in parser.parse_args().drills or DRILLS:
         with tempfile.TemporaryDirectory(prefix=name) as folder:
             outcome = asyncio.run(DRILLS[name](Path(folder)))
             lost = {"lost": outcome.lost} if isinstance(outcome, Drilled) else {}
-            print(json.dumps({name: asdict(outcome) | lost}, indent=2))
+            print(json.dumps({name: asdict(outcome) | lost}, indent=2), flush=True)
+            if isinstance(outcome, Drilled):
+                has_failed |= bool(outcome.lost or outcome.missing_alerts or outcome.wrong_alerts)
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":

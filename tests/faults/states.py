@@ -1,13 +1,15 @@
 """Drills of each state in which Redis or a machine may be: streams run beside it, and an audit follows.
 
 Each prints what became of the streams, which alerts fired, and whether the log, `/ready`, the metrics and an answer
-name the state. The times of the alert rules are a tenth of those of ops/observe/alerts.yml.
+name the state. The times of the alert rules are a tenth of those of ops/observe/alerts.yml. A fault lists the alerts
+that must fire; any other one is wrong, as is any under the same streams without a fault (`calm`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,8 +38,13 @@ STEP_S = 0.01
 HOLD_S = 15.0
 """How long a fault lasts. Callers wait for Redis for 30 s, so no stream ends with an error."""
 BEFORE_S = 3.0
-PATIENCE_S = 120.0
-NODE: Mapping[str, Any] = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000}
+PATIENCE_S = 240.0
+FLOOD_PER_S = 40
+"""Completions of an overload."""
+AFTER_S = 15.0
+"""How long alerts are watched after a fault was mended."""
+NODE: Mapping[str, Any] = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000, "max_wait_ms": 6000}
+"""Jobs wait at most a tenth of the usual time, as all times of the rules are a tenth."""
 
 Mend = Callable[[], Awaitable[None] | None]
 
@@ -60,6 +67,10 @@ class Drilled:
     """Status and code of answers to requests during the fault → their number."""
     alerts: dict[str, float] | None = None
     """Alert → seconds after the fault began; None without Prometheus."""
+    missing_alerts: list[str] = field(default_factory=list)
+    """Those that should have fired and did not."""
+    wrong_alerts: list[str] = field(default_factory=list)
+    """Those that fired and tell nothing of this fault."""
 
     @property
     def lost(self) -> int:
@@ -87,7 +98,13 @@ class Fault:
     name: str
     said: tuple[str, ...] = ("log", "ready", "metric")
     """What must name it."""
+    alerts: tuple[str, ...] = ()
+    """What must fire: these and no others."""
     hold_s: float = HOLD_S
+    num_tokens: int = NUM_TOKENS
+    max_num_seqs: int = 64
+    slow_step_s: float = 0.0
+    """If not 0, the pool has a second node, whose steps take so long."""
     clock_s: float = 0.0
     """By how much the gateway's clock is ahead."""
     has_sentinel: bool = False
@@ -166,23 +183,35 @@ def _fail_over(staged: Staged) -> Mend:
 
 
 def _overload(staged: Staged) -> Mend:
-    """Send many more jobs than the node completes in the longest wait that admission allows."""
-    body = {"model": POOL, "prompt": "more", "max_tokens": NUM_TOKENS, "background": False}
-    ids = list[str]()
-    with httpx.Client(base_url=staged.gateway.url, timeout=60) as http:
-        for _ in range(5):
-            for one in http.post("/v1/jobs", json=[body] * 100).json()["data"]:
-                if "id" in one:
-                    ids.append(one["id"])
-                else:
-                    _count(staged.answers, f"{one['status']} {one['error']['code']}")
+    """Send several times as many completions as the node completes in the longest wait that admission allows."""
+    body = {"model": POOL, "prompt": "more", "max_tokens": 100}
+    is_over = threading.Event()
 
-    async def cancel() -> None:
-        async with httpx.AsyncClient(base_url=staged.gateway.url, timeout=60) as http:
-            for job_id in ids:
-                await http.delete(f"/v1/jobs/{job_id}")
+    async def ask(http: httpx.AsyncClient) -> None:
+        answer = await http.post("/v1/completions", json=body)
+        if answer.is_error:
+            _count(staged.answers, f"{answer.status_code} {answer.json()['error']['code']}")
 
-    return cancel
+    async def flood() -> None:
+        async with http_client() as http, asyncio.TaskGroup() as group:
+            http.base_url = httpx.URL(staged.gateway.url)
+            while not is_over.is_set():
+                group.create_task(ask(http))
+                await asyncio.sleep(1 / FLOOD_PER_S)
+
+    thread = threading.Thread(target=lambda: asyncio.run(flood()))
+    thread.start()
+
+    async def end() -> None:
+        is_over.set()
+        await asyncio.to_thread(thread.join)
+
+    return end
+
+
+def _end_node(staged: Staged) -> Mend:
+    staged.node.kill()
+    return lambda: None
 
 
 def _nothing(_: Staged) -> Mend:
@@ -191,42 +220,84 @@ def _nothing(_: Staged) -> Mend:
 
 _NO_CALLS = ("ACL", "SETUSER", "default", "-evalsha", "-eval", "-info")
 FAULTS: Mapping[str, Fault] = {
-    "restart": Fault(_restart, "away"),
-    "pause": Fault(_pause, "away"),
+    "calm": Fault(_nothing, "", said=(), hold_s=40.0),
+    "restart": Fault(_restart, "away", alerts=("PenstockRedisDown", "PenstockRedisChanged")),
+    "pause": Fault(_pause, "away", alerts=("PenstockRedisDown",)),
     "maxmemory": Fault(
         _command("CONFIG", "SET", "maxmemory", "1mb", end=("CONFIG", "SET", "maxmemory", "0")),
         "full",
         said=("log", "ready", "metric", "answer"),
+        alerts=("PenstockRedisFull",),
     ),
-    "disk_full": Fault(_disk_full, "disk_full"),
-    "rights": Fault(_command(*_NO_CALLS, end=("ACL", "SETUSER", "default", "+@all")), "no_rights"),
-    "sentinel": Fault(_fail_over, "redis has a new history", said=("log",), has_sentinel=True),
-    "skew": Fault(_nothing, "this machine's clock differs from that of redis", said=("log",), clock_s=600.0),
-    "overload": Fault(_overload, "pool_busy", said=("answer", "log"), hold_s=20.0),
+    "disk_full": Fault(_disk_full, "disk_full", alerts=("PenstockRedisNotWritten",)),
+    "rights": Fault(
+        _command(*_NO_CALLS, end=("ACL", "SETUSER", "default", "+@all")),
+        "no_rights",
+        alerts=("PenstockRedisProblem", "PenstockTargetDown", "PenstockErrorBudgetBurnsFast"),
+    ),
+    "sentinel": Fault(
+        _fail_over, "redis has a new history", said=("log",), alerts=("PenstockRedisChanged",), has_sentinel=True
+    ),
+    "skew": Fault(
+        _nothing,
+        "this machine's clock differs from that of redis",
+        said=("log",),
+        alerts=("PenstockClockSkew",),
+        clock_s=600.0,
+    ),
+    "overload": Fault(
+        _overload,
+        "pool_busy",
+        said=("answer", "log"),
+        alerts=("PenstockBacklog", "PenstockCallersRefused", "PenstockPoolRefuses"),
+        hold_s=130.0,
+        max_num_seqs=16,
+    ),
+    "no_node": Fault(
+        _end_node,
+        "no_node",
+        said=("answer", "log"),
+        alerts=(
+            "PenstockTargetDown",
+            "PenstockCallersWithoutNode",
+            "PenstockOldestWait",
+            "PenstockErrorBudgetBurnsFast",
+            "PenstockErrorBudgetBurns",
+            "PenstockNoNode",
+        ),
+        hold_s=150.0,
+    ),
+    "slow_node": Fault(
+        _nothing, "", said=(), alerts=("PenstockSlowNode",), hold_s=140.0, num_tokens=4000, slow_step_s=6 * STEP_S
+    ),
 }
 
 
-async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watches: bool = True) -> Drilled:
+async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS) -> Drilled:
     """Run streams, cause the fault after a while, mend it, and wait for the ends of all streams."""
     fault, seen = FAULTS[name], Drilled(num_streams)
     with ExitStack() as stack:
         servers = stack.enter_context(Replicated(folder)) if fault.has_sentinel else None
         server = servers.master if servers else stack.enter_context(RedisProcess(folder / "redis", port=free_port()))
         url = servers.url if servers else server.url
-        metrics_port = free_port()
-        node = stack.enter_context(NodeProcess(url, **NODE, metrics_port=metrics_port))
+        settings = {**NODE, "max_num_seqs": fault.max_num_seqs}
+        ports = [free_port() for _ in range(2 if fault.slow_step_s else 1)]
+        node = stack.enter_context(NodeProcess(url, **settings, metrics_port=ports[0]))
+        if fault.slow_step_s:
+            slow = {**settings, "step_s": fault.slow_step_s, "name": "slow", "metrics_port": ports[1]}
+            stack.enter_context(NodeProcess(url, **slow))
         with _environment(faked_clock(fault.clock_s)):
             gateway = stack.enter_context(GatewayProcess(url))
         staged = Staged(server, gateway, node, seen.answers, servers)
         alerts = None
-        if watches and prometheus_program():
+        if prometheus_program():
             targets = {
                 "penstock-gateway": [urlsplit(gateway.url).netloc],
-                "penstock-node": [f"127.0.0.1:{metrics_port}"],
+                "penstock-node": [f"127.0.0.1:{port}" for port in ports],
             }
             alerts = stack.enter_context(FastAlerts(folder / "prometheus", targets))
         async with http_client() as http:
-            works = [new_work(POOL, NUM_TOKENS) for _ in range(num_streams)]
+            works = [new_work(POOL, fault.num_tokens) for _ in range(num_streams)]
             readings = [TimedReading() for _ in works]
             reading = [
                 asyncio.create_task(_read(http, gateway.url, *one, seen)) for one in zip(readings, works, strict=True)
@@ -234,23 +305,32 @@ async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS, watc
             await asyncio.sleep(BEFORE_S)
             if alerts:
                 alerts.begin()
+                watching = asyncio.create_task(_look(alerts))
             mend = await asyncio.to_thread(fault.begin, staged)
-            named = await _watch(http, staged, fault, seen, alerts)
+            named = await _watch(http, staged, fault, seen)
             if (ending := mend()) is not None:
                 await ending
             if not node.is_running:
                 # A node without rights ends, and its supervisor starts it again.
-                node = await asyncio.to_thread(stack.enter_context, NodeProcess(url, **NODE, name="again"))
+                again = NodeProcess(url, **settings, name="again", metrics_port=ports[0])
+                node = await asyncio.to_thread(stack.enter_context, again)
                 seen.nodes_ended += 1
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*reading)
+            if alerts:
+                await asyncio.sleep(AFTER_S)
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
         for one, work in zip(readings, works, strict=True):
             one.check(work)
         seen.whole = len(works)
         seen.longest_gap_s = round(max(one.longest_gap_s for one in readings), 2)
-        named |= {"log"} if fault.name in gateway.log else set()
+        named |= {"log"} if fault.name and fault.name in gateway.log else set()
         seen.named_by = sorted(named)
-        seen.alerts = None if alerts is None else alerts.fired
+        if alerts:
+            seen.alerts = alerts.fired
+            seen.missing_alerts = sorted(set(fault.alerts) - set(alerts.fired))
+            seen.wrong_alerts = sorted(set(alerts.fired) - set(fault.alerts))
         admin = connect(servers.replica.url if servers else server.url)
         await check_settled(admin, POOL)
         await admin.aclose()
@@ -269,9 +349,14 @@ async def _read(http: httpx.AsyncClient, url: str, reading: TimedReading, work: 
             await asyncio.sleep(0.1)
 
 
-async def _watch(
-    http: httpx.AsyncClient, staged: Staged, fault: Fault, seen: Drilled, alerts: FastAlerts | None
-) -> set[str]:
+async def _look(alerts: FastAlerts) -> None:
+    """Note until canceled which alerts fire."""
+    while True:
+        await asyncio.to_thread(alerts.look)
+        await asyncio.sleep(0.5)
+
+
+async def _watch(http: httpx.AsyncClient, staged: Staged, fault: Fault, seen: Drilled) -> set[str]:
     """Ask the gateway again and again while the fault lasts. Return what names it."""
     named, ends_s = set[str](), time.monotonic() + fault.hold_s
     asking = asyncio.create_task(_ask(http, staged, seen))
@@ -283,12 +368,10 @@ async def _watch(
             named |= {"ready"} if fault.name == "away" and ready.get("error", {}).get("code") == "redis_away" else set()
             text = (await http.get(f"{staged.gateway.url}/metrics", timeout=5)).text
             named |= {"metric"} if fault.name in _problems(text) else set()
-        if alerts:
-            await asyncio.to_thread(alerts.look)
         await asyncio.sleep(0.25)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    named |= {"answer"} if any(fault.name in answer for answer in seen.answers) else set()
+    named |= {"answer"} if fault.name and any(fault.name in answer for answer in seen.answers) else set()
     return named
 
 

@@ -234,7 +234,9 @@ async def test_a_replica_and_another_redis_are_seen(tmp_path: Path) -> None:
 
     async def found(url: str) -> dict[str, float]:
         async with connect(url) as redis:
-            families = metrics.metrics(await StatsBroker(redis).redis_state())
+            state = await StatsBroker(redis).redis_state()
+            metrics.note(state)
+            families = metrics.metrics(state)
             return {
                 ":".join([sample.name, *sample.labels.values()]): sample.value
                 for family in families
@@ -259,6 +261,8 @@ def test_redis_away_is_no_change_of_redis() -> None:
     metrics, state = RedisMetrics(), RedisState(used_bytes=1, max_bytes=2, run_id="a", is_aof_on=True, is_aof_ok=False)
     values = []
     for seen in (state, None, state, replace(state, run_id="b")):
+        if seen is not None:
+            metrics.note(seen)
         found = {family.name: family for family in metrics.metrics(seen)}
         values.append((found["penstock_redis_up"].samples[0].value, found["penstock_redis_changes"].samples[0].value))
     assert values == [(1, 0), (0, 0), (1, 0), (1, 1)]

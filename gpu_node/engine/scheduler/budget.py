@@ -201,7 +201,7 @@ BACKLOG_STEPS = 8
 """A backlog of prompts may be spread over this many steps, if only its own tenant waits for them."""
 MAX_BACKLOG_FACTOR = 4
 """Such a backlog lengthens a step to at most this multiple of the limit. So do sequences that an earlier node began,
-also beside other tenants: their readers stand still until these are computed again."""
+however few they are, and also beside other tenants: their readers stand still until these are computed again."""
 
 
 class _Chunk(NamedTuple):
@@ -244,11 +244,13 @@ class PrefillBudget:
         waiting = queues.foreground(queues) if only_foreground else list(queues)
         chunks = self._chunks(num_to_compute, max_tokens, waiting[len(queues.swapped) :])
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
+        resumed_ms = sum(one.num_tokens * one.token_ms for one in chunks if one.is_resumed)
         backlog_ms = sum(one.num_tokens * one.token_ms for one in chunks) / BACKLOG_STEPS
         # A longer step delays no other tenant if there is none.
-        if backlog_ms > limit_ms and len(self._tenants(num_to_compute, waiting)) > 1:
-            backlog_ms = sum(one.num_tokens * one.token_ms for one in chunks if one.is_resumed) / BACKLOG_STEPS
-        limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
+        if backlog_ms > max(limit_ms, resumed_ms) and len(self._tenants(num_to_compute, waiting)) > 1:
+            backlog_ms = 0.0
+        longest_ms = MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode
+        limit_ms = max(limit_ms, min(max(backlog_ms, resumed_ms), longest_ms))
         return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
     def _tenants(self, num_to_compute: Ints, waiting: Iterable[Sequence]) -> set[str]:

@@ -23,8 +23,8 @@ from penstock import AsyncClient
 from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-MIN_PAUSE_S = 0.5
-"""A stream paused if it had no token for so long."""
+MIN_PAUSE_S = {"none": 0.5, "stop": 0.5, "kill": 5.0}
+"""A stream moved if it had no token for so long: after a kill at least for the lease, which is 15 s."""
 
 
 class Reader:
@@ -75,7 +75,7 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> None:
             if options.fault != "none":
                 os.kill(pid, signal.SIGTERM if options.fault == "stop" else signal.SIGKILL)
         pauses = [reader.longest_pause_s(fault_s) for reader in readers]
-        moved = [number for number, pause in enumerate(pauses) if pause > MIN_PAUSE_S]
+        moved = [number for number, pause in enumerate(pauses) if pause > MIN_PAUSE_S[options.fault]]
         # Another tenant shares no cached prefixes.
         async with AsyncClient(url, tenant="alone") as client:
             began_alone_s = time.perf_counter()

@@ -1,6 +1,7 @@
 """Thousands of short jobs a second: `python -m bench.studies.short_jobs queue whole peers` prints tables.
 
-`queue`: Redis's CPU time per job and script, over tenants and jobs that wait, without an engine. `whole`: jobs a second
+`queue`: Redis's CPU time per job and script, over tenants and jobs that wait, without an engine; with `--nodes 2` each
+round of jobs is for two nodes. `whole`: jobs a second
 from the client to its results, and the CPU time of each process, with an engine that is a clock and with the tiny
 model. `peers`: empty tasks through Celery, taskiq, dramatiq and arq, as far as `make bench-peers` installed them.
 """
@@ -15,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,7 +29,7 @@ from bench.queue_cost.processes import CpuMeter, child, cpu_us, node, redis_pid
 from penstock import AsyncClient
 from penstock.contract.job import JobDef, SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, Usage
-from penstock.contract.pool import PoolRecord
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.connection import connect
@@ -62,18 +64,22 @@ class RedisMeter:
 
 
 class BareQueue:
-    """A pool with one node that has no engine: rounds of submissions, takes and ends through the real brokers."""
+    """A pool whose nodes have no engines: rounds of submissions, takes and ends through the real brokers."""
 
-    def __init__(self, redis: Redis, num_tenants: int) -> None:
-        self._node = NodeBroker(redis, POOL, "n1", "r1")
+    def __init__(self, redis: Redis, num_tenants: int, num_nodes: int = 1) -> None:
+        self._nodes = [NodeBroker(redis, POOL, f"n{number}", "r1") for number in range(num_nodes)]
         self._producer = ProducerBroker(redis)
         self._tenants = [f"t{number}" for number in range(num_tenants)]
         self._num_calls = self._num_submitted = 0
 
     async def join(self) -> None:
-        """Let the node join the pool."""
+        """Let the nodes join the pool."""
         settings = NodeSettings(model=POOL, redis_url="redis://").pool_config
-        await self._node.join({**settings, "max_open_jobs": 10**7, "max_queued_cost": 10**12}, PoolRecord(POOL, POOL))
+        for number, broker in enumerate(self._nodes):
+            await broker.join({**settings, "max_open_jobs": 10**7, "max_queued_cost": 10**12}, PoolRecord(POOL, POOL))
+            record = NodePressure(f"n{number}", revision="r1", max_num_seqs=256, drain_cost_per_s=1000.0)
+            record = replace(record, kv_blocks_total=1 << 16, block_size=16)
+            await broker.heartbeat(record, free=1 << 20, answered_call=0, held=None)
 
     async def submit(self, count: int) -> None:
         """Submit jobs, of the tenants in turn."""
@@ -92,20 +98,21 @@ class BareQueue:
         )
         return Submission(job, PROMPT_TOKENS + 1)
 
-    async def take(self) -> tuple[Taken, ...]:
-        """Take the jobs of a round."""
+    async def take(self) -> list[tuple[Taken, ...]]:
+        """Let each node take once. Return the jobs of each."""
         self._num_calls += 1
         whole = Capacity((1 << 20,) * NUM_LEVELS, (TAKEN,) * NUM_LEVELS, 1 << 20, 256)
-        return (await self._node.take(self._num_calls, "nonce", whole)).jobs
+        return [(await broker.take(self._num_calls, "nonce", whole)).jobs for broker in self._nodes]
 
-    async def finish(self, jobs: tuple[Taken, ...]) -> None:
-        """End jobs with a token each."""
-        answers = await self._node.finish_many(list(map(_end_of, jobs)))
-        assert set(answers) == {"OK"}, answers
+    async def finish(self, taken: Sequence[tuple[Taken, ...]]) -> None:
+        """End the jobs of each node with a token each."""
+        for broker, jobs in zip(self._nodes, taken, strict=True):
+            answers = await broker.finish_many(list(map(_end_of, jobs))) if jobs else []
+            assert set(answers) <= {"OK"}, answers
 
-    async def ack(self, jobs: tuple[Taken, ...]) -> None:
+    async def ack(self, taken: Sequence[tuple[Taken, ...]]) -> None:
         """Free the results of jobs, as their readers do."""
-        await asyncio.gather(*(self._producer.ack([taken.job_id], taken.tenant) for taken in jobs))
+        await asyncio.gather(*(self._producer.ack([job.job_id], job.tenant) for jobs in taken for job in jobs))
 
 
 def _end_of(taken: Taken) -> JobEnd:
@@ -123,11 +130,11 @@ def durable_redis() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-async def queue_row(num_tenants: int, num_waiting: int, num_jobs: int) -> str:
+async def queue_row(num_tenants: int, num_waiting: int, num_jobs: int, num_nodes: int = 1) -> str:
     """Return the row of the table of scripts: microseconds of Redis per job."""
     with durable_redis() as server:
         async with connect(server.url) as redis:
-            queue, meter = BareQueue(redis, num_tenants), RedisMeter(server)
+            queue, meter = BareQueue(redis, num_tenants, num_nodes), RedisMeter(server)
             await queue.join()
             for _ in range(0, num_waiting - 1, 500):
                 await queue.submit(min(500, num_waiting - 1))
@@ -144,12 +151,12 @@ async def _round(queue: BareQueue, meter: RedisMeter) -> int:
     with meter.of("submit"):
         await queue.submit(TAKEN)
     with meter.of("take"):
-        jobs = await queue.take()
+        taken = await queue.take()
     with meter.of("finish"):
-        await queue.finish(jobs)
+        await queue.finish(taken)
     with meter.of("ack"):
-        await queue.ack(jobs)
-    return len(jobs)
+        await queue.ack(taken)
+    return sum(map(len, taken))
 
 
 QUEUE_HEAD = """
@@ -158,11 +165,11 @@ QUEUE_HEAD = """
 """
 
 
-async def measure_queue(num_jobs: int, cases: Sequence[tuple[int, int]]) -> None:
+async def measure_queue(num_jobs: int, cases: Sequence[tuple[int, int]], num_nodes: int) -> None:
     """Print the table of scripts."""
     print(QUEUE_HEAD.format(scripts=" | ".join(SCRIPTS)).rstrip())
     for num_tenants, num_waiting in cases:
-        print(await queue_row(num_tenants, num_waiting, num_jobs), flush=True)
+        print(await queue_row(num_tenants, num_waiting, num_jobs, num_nodes), flush=True)
 
 
 WHOLE_HEAD = """
@@ -297,6 +304,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cases", nargs="+", help="tenants:waiting")
+    parser.add_argument("--nodes", type=int, default=1, help="of `queue`")
     parser.add_argument("--engines", nargs="+", default=["clock", "tiny", "tiny, embeddings"])
     parser.add_argument("--url", help="of Redis, for `generate` and `embed`, which `whole` starts")
     options = parser.parse_args()
@@ -309,7 +317,7 @@ def main() -> None:
     if "peers" in options.what:
         asyncio.run(measure_peers(options.jobs, options.turns))
     if "queue" in options.what:
-        asyncio.run(measure_queue(options.jobs, cases))
+        asyncio.run(measure_queue(options.jobs, cases, options.nodes))
 
 
 if __name__ == "__main__":

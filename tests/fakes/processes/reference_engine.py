@@ -25,7 +25,9 @@ from penstock.contract.tasks import Embed
 from penstock.contract.tool_formats import NO_CALLS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.output import EndReason
+from penstock.gpu_node.engine.timings import STEP_SECONDS
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
+from penstock.runtime.histogram import Histogram
 from penstock.runtime.process_memory import resident_bytes
 
 VOCAB = 26
@@ -218,6 +220,7 @@ class ReferenceEngine:
         self._told: dict[str, _Live] = {}
         """Which choice of a request came with its prompt's."""
         self._done_tokens = 0
+        self._step_seconds = Histogram(STEP_SECONDS)
 
     def capabilities(self) -> tuple[str, ...]:
         return ()
@@ -269,8 +272,10 @@ class ReferenceEngine:
 
     def step(self) -> list[StepOutput]:
         """Generate one token for each of the first `max_num_seqs` choices."""
+        began_s = time.perf_counter()
         if self._step_s:
             time.sleep(self._step_s)
+        self._step_seconds.note(time.perf_counter() - began_s)
         going_on = [live for live in self._live if self.holds_at is None or len(live.tokens) < self.holds_at]
         batch = sorted(going_on, key=lambda live: live.background)[: self._max_num_seqs]
         self._num_steps += 1
@@ -315,6 +320,7 @@ class ReferenceEngine:
             decode_tokens=self._done_tokens,
             step_ms_p50=self._step_s * 1e3,
             step_ms_p99=self._step_s * 1e3,
+            step_seconds=self._step_seconds,
             process_bytes=resident_bytes(),
             weight_bytes=1 << 30,
             arithmetic="reference",

@@ -146,6 +146,9 @@ def test_idle_time_does_not_count() -> None:
     assert node.pace == before
     node.drain.update(node.now_s + 1.9, num_running=8, foreground_waits=True, background_waits=False)
     assert node.pace == before, "jobs may have come at the end of the interval"
+    # Two bursts, which each waited for a moment when the pace was updated, and nothing in between.
+    node.drain.update(node.now_s + 3.9, num_running=8, foreground_waits=True, background_waits=False, since_s=1e9)
+    assert node.pace == before
 
 
 def test_background_work_has_the_pace_that_foreground_work_leaves() -> None:

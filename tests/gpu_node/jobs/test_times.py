@@ -10,15 +10,15 @@ def taken(metrics: JobMetrics, wait_s: float, priority: int = 0) -> None:
     metrics.taken(priority, JobTimes(submitted_s=0.0, taken_s=wait_s, is_new=True))
 
 
-def test_a_wait_beyond_the_admitted_limit_counts_for_foreground_jobs_of_its_class() -> None:
+def test_a_wait_far_beyond_the_admitted_limit_counts_for_foreground_jobs_of_its_class() -> None:
     metrics = JobMetrics()
     metrics.max_waits_s = (10.0, 60.0, 900.0)
     for priority, wait_s, is_background in (
-        (0, 9, False),
-        (0, 11, False),
-        (1, 59, False),
-        (1, 61, False),
-        (2, 999, True),
+        (0, 14, False),
+        (0, 16, False),
+        (1, 89, False),
+        (1, 91, False),
+        (2, 9999, True),
     ):
         times = JobTimes(submitted_s=0.0, taken_s=float(wait_s), is_new=True)
         metrics.taken(priority, times, is_background=is_background)

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import redis as sync_redis
 from celery.signals import worker_shutdown
 
 from penstock.contract.errors import RequestError, UnavailableError
+from penstock.producer.batch import records
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import RUN_FILE, filled_from, reporting
+from penstock.queue.broker import redis_clock
 from tests.producer.batch.conftest import chat_row, write_rows
 
 
@@ -58,6 +61,26 @@ def test_the_text_of_the_previous_task_is_not_read_again() -> None:
     assert filled_from({"prompt": "<{previous}>"}, "") == {"prompt": "<>"}
     with pytest.raises(RequestError, match=r"messages must contain \{previous\}"):
         filled_from({"messages": [{"role": "user", "content": "x"}], "user": "{previous}"}, "text")
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_rows_of_a_task_wait_by_the_clock_of_redis(
+    redis_url: str, served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """The clock of the worker's machine is two hours wrong."""
+    app = make_app(CelerySettings(broker_url=redis_url), served_url)
+    source = write_rows(tmp_path / "in.jsonl", [chat_row("a")])
+    begins_s, real = time.time() + 1.0, time.time
+    clock = SimpleNamespace(time=lambda: real() + ahead_s, monotonic=time.monotonic, sleep=time.sleep)
+    for module in (records, redis_clock):
+        monkeypatch.setattr(module, "time", clock)
+    options = {"input": str(source), "output": str(tmp_path / "out.jsonl"), "not_before_s": begins_s}
+    task = app.tasks[RUN_FILE]
+    task.push_request(id=f"late{ahead_s}", args=[], kwargs=options, called_directly=False, delivery_info={}, headers={})
+    assert task.run(**options)["num_answered"] == 1
+    assert 0 <= real() - begins_s < 60
+    worker_shutdown.send(sender=app)
+    app.close()
 
 
 def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(

@@ -99,6 +99,37 @@ async def test_burst_of_many_calls_is_divided(queue: Queue) -> None:
     assert sum(counts) == 20 and abs(counts[0] - counts[1]) <= 4, counts
 
 
+async def test_a_burst_of_many_calls_is_divided_however_long_ago_the_nodes_had_a_heartbeat(queue: Queue) -> None:
+    """The ends of an earlier burst count at once, also at the node that tells its free capacity later."""
+    nodes = await nodes_of(queue, (100, 100))
+    bells = [await queue.listen(keys.doorbell(POOL, node.name)) for node in nodes]
+    for size, has_heartbeat in ((10, False), (20, True)):
+        counts = [0, 0]
+        if has_heartbeat:
+            await tell(nodes[0])
+        taken = []
+        for _ in range(size):
+            await queue.submit()
+            for at, node in enumerate(nodes):
+                if await bells[at].messages():
+                    taken += [(node, job) for job in (await take_at_once(queue, node)).jobs]
+                    counts[at] = sum(one is node for one, _ in taken)
+        assert sum(counts) == size and abs(counts[0] - counts[1]) <= 2, counts
+        for node, job in taken:
+            await node.finish(job, 0)
+
+
+async def test_no_doorbell_rings_a_node_that_drains_whatever_ends_there(queue: Queue) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node, cost=10**6)
+    await other.heartbeat(free=10)
+    await node.heartbeat(free=-1, draining=True)
+    await node.finish(taken, 0)
+    bells = [await queue.listen(keys.doorbell(POOL, one.name)) for one in (node, other)]
+    await queue.submit()
+    assert [await bell.messages() for bell in bells] == [[], [b""]]
+
+
 async def test_jobs_that_nodes_hold_now_count(queue: Queue) -> None:
     (first,) = await nodes_of(queue, (100,))
     await burst(queue, 6)

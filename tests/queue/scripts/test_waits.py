@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -148,6 +149,22 @@ async def test_refused_cost_is_a_tenants_own_and_a_retry_counts_once(queue: Queu
     assert flooded is not None and flooded.retry_after_ms > 400_000
     cost = int(float(await queue.redis.hget(f"{keys.prefix(POOL)}:refused:a", "cost") or 0))
     assert cost == 100
+
+
+@pytest.mark.parametrize("every_s", [30, pytest.param(5, marks=pytest.mark.slow)])
+async def test_hundreds_of_bodies_that_come_again_and_again_count_once_each(queue: Queue, every_s: int) -> None:
+    """400 bodies of one key, for 5 minutes: `Retry-After` stays about what they cost ÷ the key's pace."""
+    num_bodies, cost, rate = 400, 100, 100.0
+    await pool(queue, rate=rate)
+    await fill(queue, "a", MAX_WAIT_S, rate=rate)
+    longest_ms, now_s = 0, 0
+    while now_s < 300:
+        refused = await asyncio.gather(*(refusal(queue, "a", cost, prompt=f"{body}") for body in range(num_bodies)))
+        assert all(error is not None for error in refused)
+        longest_ms = max(longest_ms, *(error.retry_after_ms for error in refused if error))
+        now_s += every_s
+        await queue.redis.hincrby(f"{keys.prefix(POOL)}:refused:a", "at", -1000 * every_s)  # type: ignore[misc]
+    assert longest_ms <= 1.25 * 1000 * num_bodies * cost / rate
 
 
 async def test_a_tenant_below_its_part_of_the_pools_limits_is_not_refused(queue: Queue) -> None:

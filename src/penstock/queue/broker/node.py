@@ -268,8 +268,8 @@ class NodeBroker:
     ) -> HeartbeatAnswer:
         """Send a heartbeat. With `held`, also compare the held jobs with the queue's records.
 
-        `free` is in KV tokens. `answered_call` is the number of the last take whose answer arrived. Raises
-        LeaseLostError.
+        `free` is in KV tokens, and negative while the node drains. `answered_call` is the number of the last take whose
+        answer arrived. Raises LeaseLostError.
         """
         record, check = wire.encode_record(pressure), int(held is not None)
         kv_tokens = pressure.kv_blocks_total * pressure.block_size

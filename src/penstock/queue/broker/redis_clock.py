@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import time
 
+from redis.asyncio import Redis
+
 WARN_S = 30.0
 """A difference from which on it is logged. Half of it ends the warning."""
 MAX_ROUND_TRIP_S = 1.0
@@ -36,6 +38,12 @@ class RedisClock:
         elif abs(self.offset_s) < WARN_S / 2 and self._is_told:
             self._is_told = False
             _LOG.warning("this machine's clock agrees with that of redis again", extra=facts)
+
+    async def ask(self, redis: Redis) -> None:
+        """Ask Redis for its time. Raises redis-py's errors."""
+        sent_s = time.time()
+        seconds, us = await redis.time()
+        self.note(seconds * 1_000_000 + us, sent_s, time.time())
 
     def now_s(self) -> float:
         """Return Redis's time as Unix time in seconds."""

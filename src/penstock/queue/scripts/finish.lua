@@ -17,11 +17,13 @@ local node, ends = ARGV[1], cmsgpack.unpack(ARGV[2])
 local MAX_JOBS, RESULTS, PUSH = 64, 2, 1000
 if #ends > MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 local config, now = read_config(), clock()
+-- The cost of the jobs that this call ends, which the doorbells of these had taken from the node's free KV tokens.
+local freed = 0
 
 -- What this script and end_job need of a record, in one read.
 local FIELDS = {'state', 'node', 'lease', 'first', 'needs_reader', 'inboxes', 'channel', 'tenant', 'level', 'n', 'weight',
   'held', 'idem', 'charge', 'window', 'reserved', 'account', 'ms_per_token', 'charged', 'keep', 'response_bytes', 'loss_nodes',
-  'past_leases', 'in_feed', 'extra', 'webhooks', 'stopped_by'}
+  'past_leases', 'in_feed', 'extra', 'webhooks', 'stopped_by', 'cost'}
 
 -- Appends chunks from `from` on, except the last ones, which go in with the terminal chunk. Returns these.
 local function append(log, chunks, from)
@@ -84,6 +86,7 @@ local function finish_job(one, result)
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
   end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
   if number then rare().submit_successor(job, one.successor, number, pause, now) end
+  freed = freed + finite(job.cost)
   return 'OK'
 end
 
@@ -95,6 +98,8 @@ for i, one in ipairs(ends) do
   if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
   answers[i] = answer
 end
+-- Else the next jobs would all go to the nodes that had a heartbeat since. A node that drains or left has no entry.
+if freed > 0 then redis.call('ZADD', P .. ':free', 'XX', 'INCR', freed, node) end
 correct_charges()
 write_collected()
 flush()

@@ -2,7 +2,7 @@
 -- jobs with P:running:<node>. Redis assigned a job but the node does not list it: requeue it, without counting a loss,
 -- if the node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
 -- ARGV: node revision free pace record answered_call check, then the held ids
---   free: free KV tokens. pace: what P:paces has of the node, '' while it takes no jobs. record: packed
+--   free: free KV tokens; negative for a node that drains, which no doorbell then rings. pace: what P:paces has of the node, '' while it takes no jobs. record: packed
 --   pressure record. answered_call: number of the last take answered to the node.
 -- Answer: {OK, {cancelled…}, {expired…}, {fenced…}, is_damaged, {{id, tenant, state, code} of an ended job, …}} | {SWEPT}
 --   is_damaged: 1 if P:config has a number that is none: the node should join once more. cancelled, expired: held jobs that
@@ -57,7 +57,7 @@ table.sort(missing, is_older)
 redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':nodes', now, node)
 redis.call('ZADD', P .. ':revisions', now, revision)
-redis.call('ZADD', P .. ':free', free, node)
+if tonumber(free) >= 0 then redis.call('ZADD', P .. ':free', free, node) else redis.call('ZREM', P .. ':free', node) end
 redis.call('HSET', P .. ':pressure', node, record)
 if pace ~= '' then redis.call('HSET', P .. ':paces', node, pace) else redis.call('HDEL', P .. ':paces', node) end
 for _, id in ipairs(orphans) do redis.call('SREM', P .. ':running:' .. node, id) end

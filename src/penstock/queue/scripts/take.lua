@@ -541,7 +541,8 @@ do
 
   -- The other live nodes that take jobs and have room for jobs like this one, and this node, which is the last.
   local function nodes_for(job, has_begun)
-    local silent_since = now - config.lease_ms / 5
+    -- A heartbeat comes every sixth of a lease.
+    local silent_since = now - config.lease_ms / 3
     local names = redis.call('ZREVRANGEBYSCORE', P .. ':nodes', '+inf', silent_since, 'LIMIT', 0, MAX_NODES)
     local nodes, sum, num_known = {}, 0, 0
     local function note_node(name, pace, max_num, kv_tokens)
@@ -597,7 +598,8 @@ do
       one.gets = one.gets or part_of(one)
       if one ~= own and one.gets > 0 then others[#others + 1] = one.name end
     end
-    return math.ceil(own.gets - 1e-6)
+    -- Paces of equal nodes differ a little: 10.2 of 20 jobs are 10.
+    return math.ceil(own.gets - 0.25)
   end
 
   -- Whether what was left earlier still waits, so that this take may have it. Else notes that it leaves the job.

@@ -128,17 +128,17 @@ def test_prompts_get_at_least_half_of_the_time_where_decoding_takes_longer_than_
     assert 1.6 * decode_ms < np.median(with_prompt) < 2.3 * decode_ms
 
 
-def longest(tenant: str, *, num_resumed: int = 0) -> float:
-    """Return the milliseconds of the longest step of a reader's stream beside 8 prompts of 1,000 tokens."""
+def longest(tenant: str, *, num_resumed: int = 0, num_prompts: int = 8, length: int = 1000, after: int = 10) -> float:
+    """Return the milliseconds of the longest step of a reader's stream beside prompts of `length` tokens."""
     times = LearnedTimes("recompute", 1)
     scheduler = new_scheduler(times)
     scheduler.add(sequence("stream", 20, 4000, tenant="reader"))
     run(scheduler, times, SLOW, 20)
-    for i in range(8):
-        seq = sequence(f"prompt-{i}", 1000, 1, tenant=tenant)
+    for i in range(num_prompts):
+        seq = sequence(f"prompt-{i}", length, 1, tenant=tenant)
         seq.num_resumed = num_resumed
         scheduler.add(seq)
-    return max(took_ms for _, took_ms in run(scheduler, times, SLOW, 60)[10:])
+    return max(took_ms for _, took_ms in run(scheduler, times, SLOW, 60)[after:])
 
 
 def test_a_tenant_that_is_alone_has_its_backlog_computed_in_longer_steps() -> None:
@@ -147,6 +147,12 @@ def test_a_tenant_that_is_alone_has_its_backlog_computed_in_longer_steps() -> No
 
 def test_streams_that_another_node_began_are_computed_in_longer_steps_beside_other_tenants() -> None:
     assert longest("other", num_resumed=900) > 3 * LIMIT_MS
+
+
+@pytest.mark.parametrize("tenant", ["reader", "other"])
+def test_a_single_stream_that_another_node_began_is_computed_in_longer_steps_too(tenant: str) -> None:
+    short = {"num_prompts": 1, "length": 100, "after": 0}
+    assert longest(tenant, num_resumed=90, **short) > 3 * LIMIT_MS > 2 * longest(tenant, **short)
 
 
 def test_a_fast_machine_fills_its_steps(times: LearnedTimes) -> None:
