@@ -112,8 +112,12 @@ def test_a_block_may_begin_with_a_slash_and_may_end_with_the_input(pool: str) ->
 
 def test_an_error_in_a_pipe_ends_the_chat_with_its_exit_code(pool: str) -> None:
     assert chat(pool, "one\n", "--model", "nonesuch").stderr.startswith("penstock: model 'nonesuch' is not served")
-    done = chat(pool, "one\ntwo\n", "--top-p", "0")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "penstock: --top-p: must be above 0.0\n")
+    done = chat(pool, "one\ntwo\n", "--stop", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "penstock: --stop[0]: must have at least 1 characters\n",
+    )
 
 
 def test_verbose_prints_the_speed_of_each_answer(pool: str) -> None:
@@ -161,10 +165,10 @@ def test_ctrl_c_and_ctrl_d_leave_at_the_prompt(pool: str, key: str) -> None:
 
 
 def test_an_error_on_a_terminal_is_one_line_and_the_chat_goes_on(pool: str) -> None:
-    with on_terminal(pool, "--top-p", "0") as terminal:
+    with on_terminal(pool, "--stop", "") as terminal:
         terminal.wait_for(PROMPT)
         terminal.press("hello" + ENTER)
-        assert "penstock: top_p: must be above 0.0" in terminal.wait_for(PROMPT)
+        assert "penstock: stop[0]: must have at least 1 characters" in terminal.wait_for(PROMPT)
 
 
 def test_earlier_messages_can_be_recalled_with_the_arrow_keys(pool: str) -> None:

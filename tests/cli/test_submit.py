@@ -68,7 +68,7 @@ def test_prompt_that_is_no_valid_text_is_refused_in_one_line(pool: str) -> None:
     assert done.stderr.startswith(b"penstock: PROMPT: text must be valid Unicode") and done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize(("option", "value"), [("temperature", "11"), ("top-p", "0"), ("top-p", "1.5")])
+@pytest.mark.parametrize(("option", "value"), [("temperature", "11"), ("top-p", "-0.1"), ("top-p", "1.5")])
 def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str, option: str, value: str) -> None:
     done = submit(pool, "hello", f"--{option}", value)
     assert done.returncode == 2

@@ -24,7 +24,7 @@ from typing import Any
 
 from fakes.processes.node_process import NodeProcess
 from faults.tools.backlog_due import Chats, submit_delayed
-from faults.tools.backlog_entries import ENTRIES, Requests, each
+from faults.tools.backlog_entries import ENTRIES, Requests
 from faults.tools.backlog_kills import FeedReader, run_with_kills
 from faults.tools.backlog_memory import (
     LargeJobs,
@@ -56,6 +56,7 @@ SECTIONS = {
     "states": "Bytes of Redis a job, by state",
 }
 WARM_UP_TOKENS = 100
+WARM_UP_S = 60
 STEP_S = 0.002
 DAY_MS = 86_400_000
 SHORT_LOG_MS, LONG_LOG_MS = 3000, 30_000
@@ -71,18 +72,19 @@ WHOLE = (["doors"], ["doors", "--demo", "--requests", "4000"], ["due"], ["kills"
 async def warm_up(url: str, pool: str, *, num_jobs: int) -> None:
     """Let the pool's nodes work through a short backlog, until they know their pace."""
     async with AsyncClient(url) as client:
+        knows = asyncio.Event()
 
-        async def run(_: int) -> None:
-            await (await client.submit([1, 2, 3], model=pool, max_tokens=WARM_UP_TOKENS)).result()
+        async def run() -> None:
+            while not knows.is_set():
+                await (await client.submit([1, 2, 3], model=pool, max_tokens=WARM_UP_TOKENS)).result()
 
-        for _ in range(40):
-            await each(num_jobs, run, at_once=num_jobs)
-            # A busy machine's node reports late.
-            for _ in range(5):
-                if any(node.drain_cost_per_s for node in (await client.pressure(pool)).nodes):
-                    return
+        # A pace counts time in which jobs wait without a break.
+        async with asyncio.timeout(WARM_UP_S):
+            running = [asyncio.create_task(run()) for _ in range(num_jobs)]
+            while not any(node.drain_cost_per_s for node in (await client.pressure(pool)).nodes):
                 await asyncio.sleep(0.1)
-    raise AssertionError("no node knows its pace")
+            knows.set()
+            await asyncio.gather(*running)
 
 
 @asynccontextmanager

@@ -336,7 +336,7 @@ async def test_a_worker_that_is_stopped_gives_its_batches_back(
             assert await asyncio.to_thread(worker.wait, TIMEOUT_S) == 0
         # Not after a lease only.
         leases, _ = await client.batches.take(5, 5.0, asyncio.get_running_loop().time())
-        assert [lease.token for lease in leases] == [2]
+        assert len(leases) == 1
         assert "Traceback" not in log.read_text()
 
 

@@ -255,7 +255,7 @@ async def test_a_bug_is_a_500_without_details(caplog):
     caplog.set_level(logging.INFO)
 
     class Broken:
-        feed = control = files = batches = None
+        feed = control = files = batches = sets = None
         servers = SimpleNamespace(clock=SimpleNamespace(now_s=None))
         webhooks = SimpleNamespace(queue=None)
         schedules = SimpleNamespace(store=None)

@@ -110,7 +110,7 @@ def test_a_model_of_another_version_is_a_503_with_both_versions_and_not_listed(s
 async def test_gateway_whose_inbox_has_ended_is_not_ready():
     class Deaf:
         is_alive = False
-        feed = control = files = batches = None
+        feed = control = files = batches = sets = None
         webhooks = SimpleNamespace(queue=None)
         schedules = SimpleNamespace(store=None)
         servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False)
@@ -126,7 +126,7 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
 async def test_gateway_is_not_ready_while_the_only_node_waits_for_its_ranks(troubles, status):
     class Clientlike:
         is_alive = True
-        feed = control = files = batches = None
+        feed = control = files = batches = sets = None
         webhooks = SimpleNamespace(queue=None)
         schedules = SimpleNamespace(store=None)
         servers = SimpleNamespace(clock=SimpleNamespace(now_s=None), is_split=False, named={}, grouped=lambda _: [])

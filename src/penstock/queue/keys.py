@@ -69,7 +69,7 @@ deletes the keys of an unused pool, and erase those of a tenant's ended jobs, wi
     P:seats                  hash    declare_dead; sweep, leave           seat (a lock on a host) → the nodes that held
                                                                           it, the present holder last
     P:revisions              zset    join, heartbeat; sweep               model revision → last heartbeat
-    P:free                   zset    heartbeat, ring, end; sweep, leave   node → free KV tokens; ring picks the highest
+    P:free                   zset    heartbeat, ring, finish; sweep, leave  node → free KV tokens: ring takes the most
     P:pressure               hash    heartbeat; sweep, leave              node → pressure record (wire.py)
     P:paces                  hash    heartbeat; sweep, leave              node that takes jobs → its pace, its most
                                                                           sequences, its KV tokens and its revision
