@@ -29,6 +29,8 @@ def shop(**settings: Any) -> Iterator[Celery]:
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(settings)
     yield app
+    # A worker of a test sends no signal at its end, by which its process closes the client.
+    signals.worker_shutdown.send(sender=app)
     app.close()
 
 
