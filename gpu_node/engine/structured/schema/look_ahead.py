@@ -7,6 +7,7 @@ match, so `^(?=A)(?!B)C` is `^C` beside `^(?:A)` and a pattern of the texts that
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 MAX_ATOMS = 8
 """Most characters of a text that a negative look-ahead may forbid."""
@@ -72,8 +73,8 @@ def _decimal(num_whole: int | None, num_chars: int | None, num_places: int | Non
     return rf"^[+-]?\d{{1,{whole}}}(?:{fraction})?$"
 
 
-def _end_of_group(pattern: str, at: int) -> int | None:
-    """Return where the group that begins at a position has its closing bracket."""
+def _marks(pattern: str, at: int = 0) -> Iterator[tuple[int, str, int]]:
+    """Yield brackets and `|` outside of escapes and classes: position, sign, and how many groups are open behind it."""
     depth = 0
     while at < len(pattern):
         char = pattern[at]
@@ -81,14 +82,15 @@ def _end_of_group(pattern: str, at: int) -> int | None:
             at += 1
         elif char == "[":
             at = _end_of_class(pattern, at)
-        elif char == "(":
-            depth += 1
-        elif char == ")":
-            depth -= 1
-            if not depth:
-                return at
+        elif char in "()|":
+            depth += {"(": 1, ")": -1, "|": 0}[char]
+            yield at, char, depth
         at += 1
-    return None
+
+
+def _end_of_group(pattern: str, at: int) -> int | None:
+    """Return where the group that begins at a position has its closing bracket."""
+    return next((end for end, char, depth in _marks(pattern, at) if char == ")" and not depth), None)
 
 
 def _end_of_class(pattern: str, at: int) -> int:
@@ -100,19 +102,11 @@ def _end_of_class(pattern: str, at: int) -> int:
 
 def _alternatives(pattern: str) -> list[str]:
     """Return the parts of a pattern between the `|` that stand in no group and no class."""
-    parts, start, at, depth = list[str](), 0, 0, 0
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            at += 1
-        elif char == "[":
-            at = _end_of_class(pattern, at)
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif char == "|" and not depth:
+    parts, start = list[str](), 0
+    for at, char, depth in _marks(pattern):
+        if char == "|" and not depth:
             parts.append(pattern[start:at])
             start = at + 1
-        at += 1
     return [*parts, pattern[start:]]
 
 
