@@ -12,7 +12,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from penstock.queue.broker.scripts import source
+from penstock.queue.broker.script_text import whole_source
 
 SHARED = ("prelude", "queue")
 UNUSED = ("(W2", "(W3")
@@ -24,8 +24,8 @@ def findings_of(name: str) -> set[tuple[str, int, str]]:
     """Return file, line and text of each warning of luacheck for one script."""
     scripts = resources.files("penstock.queue") / "scripts"
     command = ["luacheck", "--config", str(CONFIG), "--formatter", "plain", "--codes", "-"]
-    said = subprocess.run(command, input=source(name), capture_output=True, text=True, check=False).stdout
-    text = source(name)
+    said = subprocess.run(command, input=whole_source(name), capture_output=True, text=True, check=False).stdout
+    text = whole_source(name)
     begins = []
     for part in (*SHARED, name):
         at = text.find((scripts / f"{part}.lua").read_text())

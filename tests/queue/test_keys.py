@@ -90,11 +90,14 @@ def _writes(text: str) -> set[str]:
 
 
 def _functions() -> dict[str, str]:
-    found = re.finditer(r"^( *)(?:local )?function (?:\w+\.)?(\w+)", SHARED, flags=re.MULTILINE)
-    bodies = {head[2]: SHARED[head.end() :].split(f"\n{head[1]}end\n")[0] for head in found}
-    # `rare` only makes functions, which are found by their own names.
-    bodies = {name: body for name, body in bodies.items() if name not in {*WRITERS_OF_ARGUMENTS, "rare"}}
-    return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
+    bodies: dict[str, str] = {}
+    for head in re.finditer(r"^( *)(?:local )?function (?:\w+\.)?(\w+)", SHARED, flags=re.MULTILINE):
+        body = SHARED[head.end() :].split(f"\n{head[1]}end\n")[0]
+        body = body.split("\n")[0] if re.match(r".* end\n", body) else body
+        # A function that only calls one of a `late` table has its name.
+        if head[2] not in WRITERS_OF_ARGUMENTS and len(body) > len(bodies.get(head[2], "")):
+            bodies[head[2]] = body
+    return bodies
 
 
 def _reached(text: str, functions: dict[str, str], seen: frozenset[str]) -> set[str]:

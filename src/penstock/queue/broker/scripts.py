@@ -1,4 +1,4 @@
-"""The Lua scripts: read once, called by EVALSHA, and loaded again when Redis no longer has them."""
+"""The Lua scripts: called by EVALSHA, and loaded again when Redis no longer has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import resources
 from typing import Any, cast
 
 import msgpack
@@ -17,45 +16,12 @@ from redis.exceptions import NoScriptError
 from penstock.contract.job import pool_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.script_text import source
 from penstock.queue.broker.shared_connection import SharedRedis
 from penstock.runtime import crash_points
 
 _LOG = logging.getLogger(__package__)
 Argument = bytes | str | int | float
-
-_WITHOUT_QUEUE = frozenset(
-    (
-        "attach",
-        "declare",
-        "detach",
-        "emit",
-        "join",
-        "leave",
-        "positions",
-        "reader_heartbeat",
-        "schedules",
-        "untold",
-        "webhooks",
-    )
-)
-"""Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
-_WITHOUT_POOL = frozenset(("files",))
-"""Scripts whose keys belong to no pool. They are whole in themselves."""
-
-
-# Of one user, or of our own code and files.
-@cache
-def source(name: str) -> str:
-    """Return a script's text, preceded by the shared parts that it needs."""
-    shared = () if name in _WITHOUT_POOL else ("prelude",) if name in _WITHOUT_QUEUE else ("prelude", "queue")
-    parts = (*shared, name)
-    return "\n".join(map(_part, parts))
-
-
-# Of one user, or of our own code and files.
-@cache
-def _part(name: str) -> str:
-    return (resources.files("penstock.queue") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
 
 
 # Of one user, or of our own code and files.

@@ -58,7 +58,7 @@ function OPS.reschedule(job)
     note_due(job)
   else
     lists.move(job, 'queued', 'scheduled')
-    rare().postpone(job, now + asked.begins_in_ms, now)
+    rare.postpone(job, now + asked.begins_in_ms, now)
   end
   if asked.begins_in_ms == 0 then ring_doorbell(tonumber(job.cost)) end
 end
@@ -76,8 +76,8 @@ function OPS.change_class(job)
   leave_queue(job)
   local tags = lists.tags_of(job.id, redis.call('HGET', job_key(job.id), 'extra') or '')
   if tags ~= '' then
-    rare().count_tags(job.tenant, tags, job.level, -1)
-    rare().count_tags(job.tenant, tags, level, 1)
+    rare.count_tags(job.tenant, tags, job.level, -1)
+    rare.count_tags(job.tenant, tags, level, 1)
   end
   job.level = level
   redis.call('HSET', job_key(job.id), 'level', level)
@@ -90,7 +90,7 @@ function OPS.change_class(job)
     redis.call('ZADD', requeued_key(job), job.submitted, job.id)
     note_queued(job)
     ring_doorbell(tonumber(job.cost))
-  elseif token_limit.admits_job(token_limit.read_terms(job), now) then
+  elseif admits_job(token_limit.read_terms(job), now) then
     token_limit.queue_late(job, now)
   else
     note_due(job)

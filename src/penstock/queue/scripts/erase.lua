@@ -23,7 +23,7 @@ local function erase_job(id, state)
       subtract_stored(expiry_member(sizes[name], tenant, name .. ':' .. id))
     end
   end
-  rare().untag(tenant, table.concat(lists.read_tags(id), ' '), id)
+  rare.untag(tenant, table.concat(lists.read_tags(id), ' '), id)
   if idem and idem ~= '' and redis.call('GET', P .. ':idem:' .. idem) == id then redis.call('DEL', P .. ':idem:' .. idem) end
   redis.call('ZREM', P .. ':dead_letters', id)
   redis.call('ZREM', lists.key(state, tenant), id)

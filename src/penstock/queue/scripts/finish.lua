@@ -75,7 +75,7 @@ local function finish_job(one, result)
   end
   note_preemptions(id, one.preemptions or 0)
   local number, pause
-  if one.successor and redis.call('HGET', job_key(id), 'cancel') ~= '1' then number, pause = rare().next_attempt(job, now) end
+  if one.successor and redis.call('HGET', job_key(id), 'cancel') ~= '1' then number, pause = rare.next_attempt(job, now) end
   if number then
     fields[#fields + 1], fields[#fields + 2] = 'retried_as', string.match(one.successor[1], '[^.]*$')
     -- The end of the last job is told.
@@ -85,7 +85,7 @@ local function finish_job(one, result)
     reasoning = one.reasoning, log_bytes = one.log_bytes, result_bytes = #result, kv_token_ms = kv_token_ms}
   local logged = {length = math.max(length, index + #chunks) - #last, chunks = last, fields = fields}
   end_job(job, config, now, state, one.code or '', one.message or '', one.param or '', reported, logged)
-  if number then rare().submit_successor(job, one.successor, number, pause, now) end
+  if number then rare.submit_successor(job, one.successor, number, pause, now) end
   freed = freed + finite(job.cost)
   return 'OK'
 end

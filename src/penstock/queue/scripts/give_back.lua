@@ -67,7 +67,7 @@ local function give(job, cost, max_kv_tokens, engine_preemptions, code)
   local pause
   if why == 'failed' then
     local number
-    number, pause = rare().next_attempt(job, now)
+    number, pause = rare.next_attempt(job, now)
     if not number then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'attempts', number + 1)
     told = 'failed/' .. code

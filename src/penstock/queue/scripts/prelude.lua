@@ -139,6 +139,15 @@ do
   end
 end
 
+-- A table of functions that are made when the first of them is used: a script pays for each function that it makes.
+local function late(make)
+  return setmetatable({}, {__index = function(made, name)
+    setmetatable(made, nil)
+    make(made)
+    return made[name]
+  end})
+end
+
 local function job_key(id) return P .. ':job:' .. id end
 local function log_key(id) return P .. ':log:' .. id end
 local function queue_key(job) return P .. ':queue:' .. job.level .. ':' .. job.tenant end
@@ -361,9 +370,9 @@ end
 -- The field `channel` of a record is '0' or '' for none, else `<format>[:<name>]`: m for msgpack, j for JSON. Without a
 -- name the channel has the job's id. Its name contains the tenant, so that a Redis user can be kept to one tenant's.
 
-local publish
 local channels = {}
-do
+
+local channel_messages = late(function(made)
   local function outcome_of(fields)
     local members = {}
     for at, name in ipairs({'state', 'code', 'message', 'param'}) do
@@ -403,7 +412,7 @@ do
       '],"text":' .. cjson.encode(text) .. (at > 0 and rest_of(chunk, at) or '') .. '}'
   end
 
-  local function send(job, chunk)
+  function made.send(job, chunk)
     if not job.channel_key then
       -- emit does not read the tenant, because few jobs have a channel.
       local tenant = job.tenant or redis.call('HGET', job_key(job.id), 'tenant')
@@ -415,19 +424,19 @@ do
     local ok, message = pcall(json_of, chunk)
     if ok then redis.call('PUBLISH', job.channel_key, message) end
   end
+end)
 
-  function channels.is(channel) return channel ~= '0' and channel ~= '' end
+function channels.is(channel) return channel ~= '0' and channel ~= '' end
 
-  -- Whether a caller asks for another channel than the one that the job has.
-  function channels.differ(job, asked)
-    return channels.is(asked) and channels.is(job.channel) and asked ~= job.channel
-  end
+-- Whether a caller asks for another channel than the one that the job has.
+function channels.differ(job, asked)
+  return channels.is(asked) and channels.is(job.channel) and asked ~= job.channel
+end
 
-  function publish(job, chunk)
-    push(job, chunk)
-    local channel = job.channel
-    if channel ~= '0' and channel ~= '' then send(job, chunk) end
-  end
+local function publish(job, chunk)
+  push(job, chunk)
+  local channel = job.channel
+  if channel ~= '0' and channel ~= '' then channel_messages.send(job, chunk) end
 end
 
 -- Readers -----------------------------------------------------------------------------------------

@@ -48,8 +48,7 @@ local end_if_over
 
 -- mended: a job that was read, whole or mended. listed_job: the job of a list, the same; nil if its record says that the
 -- list should not have it. `known` is what the list tells: state, level, tenant, node, entry.
-local mended, listed_job
-do
+local records = late(function(made)
   -- A number of a record that the script may not have read.
   local function is_number(text) return not text or whole(text) end
 
@@ -209,12 +208,12 @@ do
     return mend, lost_job, is_elsewhere
   end
 
-  function mended(job, known)
+  function made.mended(job, known)
     if not job or is_whole(job, known) then return job end
     return menders()(job, known or {})
   end
 
-  function listed_job(id, fields, known)
+  function made.listed_job(id, fields, known)
     local job = read_job(id, fields)
     if job and is_whole(job, known) then return job end
     local mend, lost_job, is_elsewhere = menders()
@@ -225,7 +224,10 @@ do
     end
     return not is_elsewhere(job, known) and mend(job, known) or nil
   end
-end
+end)
+
+local function mended(job, known) return records.mended(job, known) end
+local function listed_job(id, fields, known) return records.listed_job(id, fields, known) end
 
 -- Jobs and nodes -----------------------------------------------------------------------------------
 
@@ -302,8 +304,8 @@ do
     collected = nil
     for key, sums in pairs(all.sums) do write_sums(key, sums, false) end
     for key, sums in pairs(all.bytes) do write_sums(key, sums, true) end
-    for command, lists in pairs({SREM = all.removed, SADD = all.added, ZREM = all.unlisted}) do
-      for key, members in pairs(lists) do write_members(key, members, command) end
+    for command, sets in pairs({SREM = all.removed, SADD = all.added, ZREM = all.unlisted}) do
+      for key, members in pairs(sets) do write_members(key, members, command) end
     end
     for key, entries in pairs(all.entries) do write_members(key, entries, 'ZADD') end
     for key in pairs(all.debts) do trim_to(key, MAX_DEBTS) end
@@ -516,31 +518,28 @@ function lists.move(job, from, to)
   add_entry(lists.key(to, job.tenant), 0, job.id)
 end
 
-do
+-- Bytes of a job's tags, which spaces separate, and of its metadata.
+function lists.bytes_of(tags, metadata)
   -- Memory of a tag of a job, without twice its length. Jobs of one tag share its counts.
   local TAG_BYTES = 200
+  local bytes = metadata ~= '' and #metadata + KEY_BYTES or 0
+  for tag in string.gmatch(tags, '%S+') do bytes = bytes + 2 * #tag + TAG_BYTES end
+  return bytes
+end
 
-  -- Bytes of a job's tags, which spaces separate, and of its metadata.
-  function lists.bytes_of(tags, metadata)
-    local bytes = metadata ~= '' and #metadata + KEY_BYTES or 0
-    for tag in string.gmatch(tags, '%S+') do bytes = bytes + 2 * #tag + TAG_BYTES end
-    return bytes
+-- Stores a new job's tags and metadata.
+function lists.add(job, tags, metadata)
+  if tags == '' and metadata == '' then return end
+  redis.call('HSET', job_key(job.id), 'extra', lists.bytes_of(tags, metadata))
+  local number = 0
+  for tag in string.gmatch(tags, '%S+') do
+    local is_custom = string.sub(tag, 1, 1) == '#'
+    if not is_custom then number = number + 1 end
+    redis.call('HSET', job_key(job.id), is_custom and 'custom' or 'tag' .. number, tag)
+    redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, job.id)
   end
-
-  -- Stores a new job's tags and metadata.
-  function lists.add(job, tags, metadata)
-    if tags == '' and metadata == '' then return end
-    redis.call('HSET', job_key(job.id), 'extra', lists.bytes_of(tags, metadata))
-    local number = 0
-    for tag in string.gmatch(tags, '%S+') do
-      local is_custom = string.sub(tag, 1, 1) == '#'
-      if not is_custom then number = number + 1 end
-      redis.call('HSET', job_key(job.id), is_custom and 'custom' or 'tag' .. number, tag)
-      redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, job.id)
-    end
-    if number > 0 then rare().count_tags(job.tenant, tags, job.level, 1) end
-    if metadata ~= '' then redis.call('SET', P .. ':metadata:' .. job.id, metadata) end
-  end
+  if number > 0 then rare.count_tags(job.tenant, tags, job.level, 1) end
+  if metadata ~= '' then redis.call('SET', P .. ':metadata:' .. job.id, metadata) end
 end
 
 -- A list of a job's tags.
@@ -706,9 +705,7 @@ end
 -- in the last minute. The other is what its queued and running jobs, without the largest one, may use at most.
 -- Otherwise the job waits outside of the queue, in P:awaiting:<tenant>, until older tokens or jobs no longer count.
 -- Background work over its tenant's rates waits there too, until the rates allow it.
-local token_limit, next_due = {}, nil
-
-do
+local token_limit = late(function(made)
   local MAX_WAITING_TENANTS = 32
   -- Tokens count until the last slot of time that has a part of the last minute has passed.
   local SLOT_MS, NUM_SLOTS, LOOK_AGAIN_MS = 5000, 13, 60000
@@ -758,24 +755,23 @@ do
   -- Ms for which a job must wait for its tenant's tokens and rates; 0 for none.
   local function wait_of(job, now)
     local wait = job.may_use and token_wait_of(job, now) or 0
-    return wait == 0 and job.to_pay and rare().pay(job, now) or wait
+    return wait == 0 and job.to_pay and rare.pay(job, now) or wait
   end
 
-  -- Whether a job may be queued now. If not, it waits behind its tenant's or its key's older and more urgent ones.
-  function token_limit.admits_job(job, now)
-    if job.key and not rare().admits(job, now) then return false end
+  function made.admits_job(job, now)
+    if job.key and not rare.admits(job, now) then return false end
     if not job.may_use and not job.to_pay then return true end
-    local is_first = rare().is_first(job.tenant, job)
+    local is_first = rare.is_first(job.tenant, job)
     local wait = is_first and wait_of(job, now) or LOOK_AGAIN_MS
     if wait == 0 then
       if job.may_use then add_bound(job) end
       return true
     end
-    rare().await(job.tenant, job, is_first, wait, now)
+    rare.await(job.tenant, job, is_first, wait, now)
     return false
   end
 
-  function token_limit.read_terms(job)
+  function made.read_terms(job)
     local may_use, minute_tokens, key, key_terms, to_pay =
       unpack(redis.call('HMGET', job_key(job.id), 'may_use', 'minute_tokens', 'key', 'key_terms', 'to_pay'))
     job.may_use, job.minute_tokens = whole(may_use), whole(minute_tokens)
@@ -786,7 +782,7 @@ do
   end
 
   -- Queues a job that waited for its time or for tokens. `since`: when it counts as submitted.
-  function token_limit.queue_late(job, since)
+  function made.queue_late(job, since)
     job.submitted = since
     redis.call('HSET', job_key(job.id), 'entry', '', 'submitted', since)
     redis.call('ZADD', requeued_key(job), since, job.id)
@@ -804,7 +800,7 @@ do
       end
       local job = listed_job(id, nil, {state = 'queued', tenant = tenant, entry = DELAYED})
       local is_waiting = job and not (job.problem and end_if_over(job, config, now))
-      local wait = is_waiting and wait_of(token_limit.read_terms(job), now) or 0
+      local wait = is_waiting and wait_of(made.read_terms(job), now) or 0
       if wait > 0 then
         redis.call('ZADD', P .. ':awaiting', now + wait, tenant)
         return
@@ -812,24 +808,21 @@ do
       redis.call('ZREM', awaiting_key(tenant), id)
       if is_waiting then
         if job.may_use then add_bound(job) end
-        token_limit.queue_late(job, now)
+        made.queue_late(job, now)
       end
     end
   end
 
-  -- Queues jobs whose tenants have tokens again. Returns the time for the next look, or nil if no job waits for tokens.
-  function token_limit.release_waiting(config, now)
-    local _, due = unpack(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES'))
-    if not due or tonumber(due) > now then return tonumber(due or '') end
+  -- Queues the jobs of the lanes that are due.
+  function made.release_due(config, now)
     for _, lane in ipairs(redis.call('ZRANGEBYSCORE', P .. ':awaiting', '-inf', now, 'LIMIT', 0, MAX_WAITING_TENANTS)) do
       local tenant, key = string.match(lane, '^([^:]+):(.+)$')
-      if key then rare().release_key(lane, tenant, config, now) else release_of(lane, config, now) end
+      if key then rare.release_key(lane, tenant, config, now) else release_of(lane, config, now) end
     end
-    return tonumber(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES')[2] or '')
   end
 
   -- Counts the tokens of a job that ends, in place of those that it might have used.
-  function token_limit.settle_tokens(job, used, now)
+  function made.settle_tokens(job, used, now)
     remove_bound(job.id, job.tenant)
     if used > 0 then
       local key, slot = P .. ':used:' .. job.tenant, math.floor(now / SLOT_MS)
@@ -841,23 +834,35 @@ do
     end
     if redis.call('ZADD', P .. ':awaiting', 'XX', 'CH', now, job.tenant) == 1 then ring_doorbell(0) end
   end
+end)
+
+-- Whether a job may be queued now. If not, it waits behind its tenant's or its key's older and more urgent ones.
+local function admits_job(job, now)
+  return not (job.key or job.may_use or job.to_pay) or token_limit.admits_job(job, now)
 end
 
-local release_delayed, delay_job
-do
-  local MAX_READY, MAX_LANES, RELEASE_MS = 128, 32, 20
+-- Queues jobs whose tenants have tokens again. Returns the time for the next look, or nil if no job waits for tokens.
+local function release_waiting(config, now)
+  local _, due = unpack(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES'))
+  if not due or tonumber(due) > now then return tonumber(due or '') end
+  token_limit.release_due(config, now)
+  return tonumber(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES')[2] or '')
+end
 
-  -- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a burst
-  -- of burst_ms: nil, and the ms to wait. A tenant without debt may take any amount. A debt is a number of units: P:rate
-  -- states it in ms at some rate, and at another rate it takes another time.
-  -- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
-  function next_due(now, burst_ms, amount, ms_per_unit, stated_due, stated_rate)
-    local debt, stated = math.max(0, finite(stated_due) - now), finite(stated_rate)
-    if stated > 0 and stated ~= ms_per_unit then debt = debt * ms_per_unit / stated end
-    local later = now + debt + amount * ms_per_unit
-    if debt > 0 and later > now + burst_ms then return nil, math.min(debt, later - burst_ms - now) end
-    return later
-  end
+-- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a burst
+-- of burst_ms: nil, and the ms to wait. A tenant without debt may take any amount. A debt is a number of units: P:rate
+-- states it in ms at some rate, and at another rate it takes another time.
+-- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
+local function next_due(now, burst_ms, amount, ms_per_unit, stated_due, stated_rate)
+  local debt, stated = math.max(0, finite(stated_due) - now), finite(stated_rate)
+  if stated > 0 and stated ~= ms_per_unit then debt = debt * ms_per_unit / stated end
+  local later = now + debt + amount * ms_per_unit
+  if debt > 0 and later > now + burst_ms then return nil, math.min(debt, later - burst_ms - now) end
+  return later
+end
+
+local delayed = late(function(made)
+  local MAX_READY, RELEASE_MS = 128, 20
 
   -- Reserves a due job's tokens of its tenant's rate. Returns 0, or the ms until the rate allows the job. `before`: what the
   -- tenant's jobs that this script has postponed will reserve, in ms.
@@ -882,7 +887,7 @@ do
 
   -- Queues the due jobs of a lane, oldest due time first, while fewer than MAX_READY jobs of its tenant and level are queued.
   -- One that its tenant's rate does not allow yet stays delayed. Returns how many it looked at.
-  local function release_lane(lane, config, now, max_count, before)
+  function made.release_lane(lane, config, now, max_count, before)
     local key, level, tenant = P .. ':delayed:' .. lane, string.match(lane, '^([0-5]):(.+)$')
     if not level then
       redis.call('ZREM', P .. ':delayed', lane)
@@ -901,7 +906,7 @@ do
         redis.call('HSET', job_key(id), 'submitted', now + wait)
         redis.call('ZADD', key, now + wait, id)
         lists.move(job, 'queued', 'scheduled')
-      elseif job and token_limit.admits_job(token_limit.read_terms(job), now) then
+      elseif job and admits_job(token_limit.read_terms(job), now) then
         token_limit.queue_late(job, job.submitted)
       end
     end
@@ -914,23 +919,24 @@ do
     end
     return #ids
   end
+end)
 
-  -- Queues delayed jobs whose time has come: a part of each tenant's, at the pace at which the pool takes them. So jobs that
-  -- fall due together neither fill the queue nor keep other tenants' due jobs waiting.
-  function release_delayed(config, now)
-    local before, left = {}, MAX_DELAYED
-    local lanes = redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_LANES)
-    for at, lane in ipairs(lanes) do
-      left = left - release_lane(lane, config, now, math.ceil(left / (#lanes - at + 1)), before)
-    end
+-- Queues delayed jobs whose time has come: a part of each tenant's, at the pace at which the pool takes them. So jobs that
+-- fall due together neither fill the queue nor keep other tenants' due jobs waiting.
+local function release_delayed(config, now)
+  local MAX_LANES = 32
+  local before, left = {}, MAX_DELAYED
+  local lanes = redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_LANES)
+  for at, lane in ipairs(lanes) do
+    left = left - delayed.release_lane(lane, config, now, math.ceil(left / (#lanes - at + 1)), before)
   end
+end
 
-  -- Keeps a new job until its time.
-  function delay_job(job)
-    local key = P .. ':delayed:' .. lane_of(job)
-    redis.call('ZADD', key, job.submitted, job.id)
-    redis.call('ZADD', P .. ':delayed', 'LT', job.submitted, lane_of(job))
-  end
+-- Keeps a new job until its time.
+local function delay_job(job)
+  local key = P .. ':delayed:' .. lane_of(job)
+  redis.call('ZADD', key, job.submitted, job.id)
+  redis.call('ZADD', P .. ':delayed', 'LT', job.submitted, lane_of(job))
 end
 
 -- Adds what the engine of a node that ends its lease preempted to the job's ledger.
@@ -957,264 +963,256 @@ end
 -- Rare functions ---------------------------------------------------------------------------------
 -- Keys, rates of background work, further attempts, and counts of tags. They are made at their first use, because a script
 -- pays for each function that it makes.
-do
-  local made
+rare = late(function(made)
+  -- Jobs of a tenant with the same key share the limits that each of them states: the most that are queued or running, and
+  -- the most that join the queue in a span of time. Those beyond them wait in P:awaiting:<tenant>:<key>. `key_terms` of a job:
+  -- `<most jobs> <jobs in a span> <its ms>`, '-' for no limit.
 
-  function rare()
-    if made then return made end
-    made = {}
+  local CLASS_STEP = 1e13
+  -- The end of a job looks at its key at once; this is for ends that Redis has lost.
+  local LOOK_AGAIN_MS = 600000
 
-    -- Jobs of a tenant with the same key share the limits that each of them states: the most that are queued or running, and
-    -- the most that join the queue in a span of time. Those beyond them wait in P:awaiting:<tenant>:<key>. `key_terms` of a job:
-    -- `<most jobs> <jobs in a span> <its ms>`, '-' for no limit.
+  -- A job's place among those that wait: the most urgent level first, then the oldest.
+  local function place_of(job) return tonumber(job.level) * CLASS_STEP + tonumber(job.submitted) end
 
-    local CLASS_STEP = 1e13
-    -- The end of a job looks at its key at once; this is for ends that Redis has lost.
-    local LOOK_AGAIN_MS = 600000
-
-    -- A job's place among those that wait: the most urgent level first, then the oldest.
-    local function place_of(job) return tonumber(job.level) * CLASS_STEP + tonumber(job.submitted) end
-
-    -- Whether no older and more urgent job waits in a lane.
-    function made.is_first(lane, job)
-      return redis.call('ZCOUNT', P .. ':awaiting:' .. lane, '-inf', place_of(job)) == 0
-    end
-
-    -- Lets a job wait in a lane, behind those. `wait`: ms until the next look at it, if it is the first.
-    function made.await(lane, job, is_first, wait, now)
-      redis.call('ZADD', P .. ':awaiting:' .. lane, place_of(job), job.id)
-      if is_first then
-        redis.call('ZADD', P .. ':awaiting', now + wait, lane)
-      else
-        redis.call('ZADD', P .. ':awaiting', 'NX', now + wait, lane)
-      end
-    end
-
-    local function name_of(job) return job.tenant .. ':' .. job.key end
-
-    -- Ms for which a job must wait for its key; 0 for none.
-    local function wait_for_key(job, now)
-      local name = name_of(job)
-      local most, num, span = string.match(job.key_terms or '', '^(%S+) (%S+) (%S+)$')
-      most, num, span = whole(most), whole(num), whole(span)
-      if most and redis.call('SCARD', P .. ':keyed:' .. name) >= most then return LOOK_AGAIN_MS end
-      local oldest = num and num > 0 and span and whole(redis.call('LINDEX', P .. ':paced:' .. name, num - 1))
-      return oldest and math.max(0, oldest + span - now) or 0
-    end
-
-    local function take_place(job, now)
-      local name = name_of(job)
-      local num, span = string.match(job.key_terms or '', '^%S+ (%d+) (%d+)$')
-      redis.call('SADD', P .. ':keyed:' .. name, job.id)
-      if num then
-        redis.call('LPUSH', P .. ':paced:' .. name, now)
-        redis.call('LTRIM', P .. ':paced:' .. name, 0, num - 1)
-        redis.call('PEXPIRE', P .. ':paced:' .. name, span)
-      end
-    end
-
-    -- Whether a job with a key may join the queue now. If not, it waits.
-    function made.admits(job, now)
-      local name = name_of(job)
-      if redis.call('SISMEMBER', P .. ':keyed:' .. name, job.id) == 1 then return true end
-      redis.call('SADD', P .. ':keys:' .. job.tenant, job.key)
-      local is_first = made.is_first(name, job)
-      local wait = is_first and wait_for_key(job, now) or LOOK_AGAIN_MS
-      if wait == 0 then
-        take_place(job, now)
-        return true
-      end
-      made.await(name, job, is_first, wait, now)
-      return false
-    end
-
-    -- Gives back the place of a job that ends or waits again, and looks at the jobs behind it.
-    function made.give_up(job, now)
-      job.key = redis.call('HGET', job_key(job.id), 'key')
-      if not job.key then return end
-      local name = name_of(job)
-      redis.call('SREM', P .. ':keyed:' .. name, job.id)
-      if redis.call('ZADD', P .. ':awaiting', 'XX', 'CH', now, name) == 1 then ring_doorbell(0) end
-      if redis.call('EXISTS', P .. ':keyed:' .. name, P .. ':awaiting:' .. name) == 0 then
-        redis.call('SREM', P .. ':keys:' .. job.tenant, job.key)
-      end
-    end
-
-    -- Queues the waiting jobs of `<tenant>:<key>` as far as its limits allow.
-    function made.release_key(name, tenant, config, now)
-      for _ = 1, MAX_DELAYED do
-        local id = redis.call('ZRANGE', P .. ':awaiting:' .. name, 0, 0)[1]
-        if not id then
-          redis.call('ZREM', P .. ':awaiting', name)
-          return
-        end
-        local job = listed_job(id, nil, {state = 'queued', tenant = tenant, entry = DELAYED})
-        local is_waiting = job and not (job.problem and end_if_over(job, config, now))
-        local wait = is_waiting and token_limit.read_terms(job).key and wait_for_key(job, now) or 0
-        if wait > 0 then
-          redis.call('ZADD', P .. ':awaiting', now + wait, name)
-          return
-        end
-        redis.call('ZREM', P .. ':awaiting:' .. name, id)
-        if is_waiting then
-          if job.key then take_place(job, now) end
-          if token_limit.admits_job(job, now) then token_limit.queue_late(job, now) end
-        end
-      end
-    end
-
-    -- Counts a job for the rates of its tenant that it waits for: `to_pay` is `<ms per job> <ms per token> <tokens> <burst in
-    -- ms>`, '-' for no limit. Returns 0, or the ms until they allow it. Chats are refused where a burst is used up. So waiting
-    -- work uses half of it.
-    function made.pay(job, now)
-      local PART_OF_BURST = 0.5
-      local per_job, per_token, tokens, burst_ms = string.match(job.to_pay, '^(%S+) (%S+) (%d+) (%d+)$')
-      local key, fields, latest = P .. ':rate:' .. job.tenant, {}, now
-      local found = redis.call('HMGET', key, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
-      for at, unit in ipairs({{'jobs', per_job, 1}, {'tokens', per_token, tonumber(tokens or 0)}}) do
-        local name, ms, amount = unit[1], tonumber(unit[2] or ''), unit[3]
-        local due, stated = found[2 * at - 1], found[2 * at]
-        if ms and ms > 0 then
-          local later, wait = next_due(now, burst_ms * PART_OF_BURST, amount, ms, due, stated)
-          if not later then return math.max(1, math.ceil(wait)) end
-          for _, value in ipairs({name, later, name == 'jobs' and 'ms_per_job' or 'ms_per_token', ms}) do
-            fields[#fields + 1] = value
-          end
-          due = later
-        end
-        latest = math.max(latest, finite(due))
-      end
-      if fields[1] then
-        redis.call('HSET', key, unpack(fields))
-        redis.call('PEXPIRE', key, math.ceil(latest - now) + 1)
-      end
-      job.to_pay = nil
-      if redis.call('HDEL', job_key(job.id), 'to_pay') == 1 and tonumber(per_token or '') then
-        redis.call('HSET', job_key(job.id), 'charged', tokens)
-      end
-      return 0
-    end
-
-    -- Moves an open job that is in no queue out of it until a time, in ms. From then on it counts as submitted. Its tokens stay
-    -- charged, and no longer count as those that it may use in this minute.
-    function made.postpone(job, at, now)
-      if not redis.call('HGET', job_key(job.id), 'accepted') then
-        redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
-      end
-      if redis.call('HGET', job_key(job.id), 'may_use') then token_limit.settle_tokens(job, 0, now) end
-      made.give_up(job, now)
-      redis.call('HDEL', job_key(job.id), 'to_charge')
-      job.entry, job.submitted = DELAYED, at
-      redis.call('HSET', job_key(job.id), 'entry', DELAYED, 'submitted', at)
-      delay_job(job)
-      note_due(job)
-    end
-
-    -- `tag`: `<tenant>:<tag>`.
-    local function counts_key(tag) return P .. ':tag_counts:' .. tag end
-    local function is_custom(tag) return string.sub(tag, 1, 1) == '#' end
-
-    -- Counts a tenant's jobs of these tags, as long as one of these is listed: `<level>`, those that were accepted, and
-    -- `<state>:<level>`, those that have ended.
-    function made.count_tags(tenant, tags, field, by)
-      for tag in string.gmatch(tags, '%S+') do
-        if not is_custom(tag) then redis.call('HINCRBY', counts_key(tenant .. ':' .. tag), field, by) end
-      end
-    end
-
-    -- Counts an ended job for its tags. `recent`: the ends since `begun`, each of which counts e times less after RATE_MS. `at`:
-    -- when the last one came.
-    function made.end_tags(job, state, now)
-      local RATE_MS, FEW = 60000, 0.05
-      made.count_tags(job.tenant, job.tags, state .. ':' .. job.level, 1)
-      for tag in string.gmatch(job.tags, '%S+') do
-        if not is_custom(tag) then
-          local key = counts_key(job.tenant .. ':' .. tag)
-          local begun, at, recent = unpack(redis.call('HMGET', key, 'begun', 'at', 'recent'))
-          recent = finite(recent) * math.exp(math.min(0, finite(at) - now) / RATE_MS)
-          -- An end after a long pause begins anew, and does not count itself.
-          if not begun or recent < FEW and now - finite(at) > RATE_MS then begun, recent = now, -1 end
-          redis.call('HSET', key, 'begun', begun, 'at', now, 'recent', string.format('%.4f', recent + 1))
-        end
-      end
-    end
-
-    -- Removes a job from the sets of these tags. The last one takes the counts with it.
-    function made.untag(tenant, tags, id)
-      for tag in string.gmatch(tags, '%S+') do
-        local key = P .. ':tagged:' .. tenant .. ':' .. tag
-        redis.call('ZREM', key, id)
-        if redis.call('EXISTS', key) == 0 then redis.call('DEL', counts_key(tenant .. ':' .. tag)) end
-      end
-    end
-
-    -- How often a job may be tried, and the mean ms before its second attempt: its own terms, or else the pool's.
-    function made.terms_of(retry)
-      local DEFAULT_PAUSE_MS = 1000
-      local most, pause = string.match(retry or '', '^(%S+) (%S+)$')
-      local of_pool = redis.call('HMGET', KEYS[1], 'max_attempts', 'retry_backoff_ms')
-      return whole(most) or whole(of_pool[1]) or 1, whole(pause) or whole(of_pool[2]) or DEFAULT_PAUSE_MS
-    end
-
-    -- The number of a job's present attempt, and the ms before the next one; nil if this was the last one. The pause doubles with
-    -- each attempt, and is chosen between half and one and a half of that. A lease has random digits.
-    function made.next_attempt(job, now)
-      local MAX_PAUSE_MS = 3600000
-      local retry, number = unpack(redis.call('HMGET', job_key(job.id), 'retry', 'attempts'))
-      local most, mean = made.terms_of(retry)
-      number = whole(number) or 1
-      if number >= most then return nil end
-      local share = tonumber(string.match(job.lease, ':(%x%x%x%x)') or '8000', 16) / 65535
-      local pause = math.floor(math.min(MAX_PAUSE_MS, mean * 2 ^ (number - 1)) * (0.5 + share))
-      local deadline = whole(redis.call('HGET', job_key(job.id), 'deadline') or '')
-      if deadline and now + pause >= deadline then return nil end
-      return number, pause
-    end
-
-    -- Submits the job that takes the place of a refused one, `successor` (its id and its request): with the same terms, as another
-    -- attempt, and with a reader again only once one attaches.
-    function made.submit_successor(old, successor, number, pause, now)
-      local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
-        'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
-        'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'custom', 'extra', 'submitted',
-        'accepted'}
-      local id, request = unpack(successor)
-      local job, fields = {id = id}, {}
-      for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
-        if value then job[COPIED[at]] = value end
-      end
-      job.state, job.node, job.lease, job.first, job.cancel, job.entry = 'queued', '', '', '', '', DELAYED
-      job.unread, job.inboxes, job.losses, job.preemptions, job.idem = channels.is(job.channel) and '' or now, '', 0, 0, ''
-      job.held = #request + RECORD_BYTES + (whole(job.extra) or 0)
-      job.accepted, job.attempts, job.retry_of = job.accepted or job.submitted, number + 1, string.match(old.id, '[^.]*$')
-      if job.ms_per_token then job.charged = 0 end
-      if pause > 0 then job.submitted = now + pause end
-      for name, value in pairs(job) do
-        if name ~= 'id' then fields[#fields + 1], fields[#fields + 2] = name, value end
-      end
-      sure('SET', P .. ':request:' .. id, request)
-      redis.call('HSET', job_key(id), unpack(fields))
-      redis.call('SADD', P .. ':open', id)
-      redis.call('SADD', P .. ':tenant:' .. job.tenant .. ':open', id)
-      redis.call('ZADD', lists.key(pause > 0 and 'scheduled' or 'queued', job.tenant), 0, id)
-      for _, tag in ipairs(lists.read_tags(id)) do redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, id) end
-      made.count_tags(job.tenant, lists.tags_of(id, job.extra), job.level, 1)
-      local metadata = job.extra and redis.call('GET', P .. ':metadata:' .. old.id)
-      if metadata then sure('SET', P .. ':metadata:' .. id, metadata) end
-      count_bytes(P .. ':stored', job.tenant, job.held)
-      count_event('submitted')
-      count_event('output_rejected')
-      note_due(job)
-      if pause > 0 then
-        delay_job(job)
-      elseif token_limit.admits_job(token_limit.read_terms(job), now) then
-        token_limit.queue_late(job, job.submitted)
-      end
-    end
-
-    return made
+  -- Whether no older and more urgent job waits in a lane.
+  function made.is_first(lane, job)
+    return redis.call('ZCOUNT', P .. ':awaiting:' .. lane, '-inf', place_of(job)) == 0
   end
-end
+
+  -- Lets a job wait in a lane, behind those. `wait`: ms until the next look at it, if it is the first.
+  function made.await(lane, job, is_first, wait, now)
+    redis.call('ZADD', P .. ':awaiting:' .. lane, place_of(job), job.id)
+    if is_first then
+      redis.call('ZADD', P .. ':awaiting', now + wait, lane)
+    else
+      redis.call('ZADD', P .. ':awaiting', 'NX', now + wait, lane)
+    end
+  end
+
+  local function name_of(job) return job.tenant .. ':' .. job.key end
+
+  -- Ms for which a job must wait for its key; 0 for none.
+  local function wait_for_key(job, now)
+    local name = name_of(job)
+    local most, num, span = string.match(job.key_terms or '', '^(%S+) (%S+) (%S+)$')
+    most, num, span = whole(most), whole(num), whole(span)
+    if most and redis.call('SCARD', P .. ':keyed:' .. name) >= most then return LOOK_AGAIN_MS end
+    local oldest = num and num > 0 and span and whole(redis.call('LINDEX', P .. ':paced:' .. name, num - 1))
+    return oldest and math.max(0, oldest + span - now) or 0
+  end
+
+  local function take_place(job, now)
+    local name = name_of(job)
+    local num, span = string.match(job.key_terms or '', '^%S+ (%d+) (%d+)$')
+    redis.call('SADD', P .. ':keyed:' .. name, job.id)
+    if num then
+      redis.call('LPUSH', P .. ':paced:' .. name, now)
+      redis.call('LTRIM', P .. ':paced:' .. name, 0, num - 1)
+      redis.call('PEXPIRE', P .. ':paced:' .. name, span)
+    end
+  end
+
+  -- Whether a job with a key may join the queue now. If not, it waits.
+  function made.admits(job, now)
+    local name = name_of(job)
+    if redis.call('SISMEMBER', P .. ':keyed:' .. name, job.id) == 1 then return true end
+    redis.call('SADD', P .. ':keys:' .. job.tenant, job.key)
+    local is_first = made.is_first(name, job)
+    local wait = is_first and wait_for_key(job, now) or LOOK_AGAIN_MS
+    if wait == 0 then
+      take_place(job, now)
+      return true
+    end
+    made.await(name, job, is_first, wait, now)
+    return false
+  end
+
+  -- Gives back the place of a job that ends or waits again, and looks at the jobs behind it.
+  function made.give_up(job, now)
+    job.key = redis.call('HGET', job_key(job.id), 'key')
+    if not job.key then return end
+    local name = name_of(job)
+    redis.call('SREM', P .. ':keyed:' .. name, job.id)
+    if redis.call('ZADD', P .. ':awaiting', 'XX', 'CH', now, name) == 1 then ring_doorbell(0) end
+    if redis.call('EXISTS', P .. ':keyed:' .. name, P .. ':awaiting:' .. name) == 0 then
+      redis.call('SREM', P .. ':keys:' .. job.tenant, job.key)
+    end
+  end
+
+  -- Queues the waiting jobs of `<tenant>:<key>` as far as its limits allow.
+  function made.release_key(name, tenant, config, now)
+    for _ = 1, MAX_DELAYED do
+      local id = redis.call('ZRANGE', P .. ':awaiting:' .. name, 0, 0)[1]
+      if not id then
+        redis.call('ZREM', P .. ':awaiting', name)
+        return
+      end
+      local job = listed_job(id, nil, {state = 'queued', tenant = tenant, entry = DELAYED})
+      local is_waiting = job and not (job.problem and end_if_over(job, config, now))
+      local wait = is_waiting and token_limit.read_terms(job).key and wait_for_key(job, now) or 0
+      if wait > 0 then
+        redis.call('ZADD', P .. ':awaiting', now + wait, name)
+        return
+      end
+      redis.call('ZREM', P .. ':awaiting:' .. name, id)
+      if is_waiting then
+        if job.key then take_place(job, now) end
+        if token_limit.admits_job(job, now) then token_limit.queue_late(job, now) end
+      end
+    end
+  end
+
+  -- Counts a job for the rates of its tenant that it waits for: `to_pay` is `<ms per job> <ms per token> <tokens> <burst in
+  -- ms>`, '-' for no limit. Returns 0, or the ms until they allow it. Chats are refused where a burst is used up. So waiting
+  -- work uses half of it.
+  function made.pay(job, now)
+    local PART_OF_BURST = 0.5
+    local per_job, per_token, tokens, burst_ms = string.match(job.to_pay, '^(%S+) (%S+) (%d+) (%d+)$')
+    local key, fields, latest = P .. ':rate:' .. job.tenant, {}, now
+    local found = redis.call('HMGET', key, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
+    for at, unit in ipairs({{'jobs', per_job, 1}, {'tokens', per_token, tonumber(tokens or 0)}}) do
+      local name, ms, amount = unit[1], tonumber(unit[2] or ''), unit[3]
+      local due, stated = found[2 * at - 1], found[2 * at]
+      if ms and ms > 0 then
+        local later, wait = next_due(now, burst_ms * PART_OF_BURST, amount, ms, due, stated)
+        if not later then return math.max(1, math.ceil(wait)) end
+        for _, value in ipairs({name, later, name == 'jobs' and 'ms_per_job' or 'ms_per_token', ms}) do
+          fields[#fields + 1] = value
+        end
+        due = later
+      end
+      latest = math.max(latest, finite(due))
+    end
+    if fields[1] then
+      redis.call('HSET', key, unpack(fields))
+      redis.call('PEXPIRE', key, math.ceil(latest - now) + 1)
+    end
+    job.to_pay = nil
+    if redis.call('HDEL', job_key(job.id), 'to_pay') == 1 and tonumber(per_token or '') then
+      redis.call('HSET', job_key(job.id), 'charged', tokens)
+    end
+    return 0
+  end
+
+  -- Moves an open job that is in no queue out of it until a time, in ms. From then on it counts as submitted. Its tokens stay
+  -- charged, and no longer count as those that it may use in this minute.
+  function made.postpone(job, at, now)
+    if not redis.call('HGET', job_key(job.id), 'accepted') then
+      redis.call('HSET', job_key(job.id), 'accepted', job.submitted)
+    end
+    if redis.call('HGET', job_key(job.id), 'may_use') then token_limit.settle_tokens(job, 0, now) end
+    made.give_up(job, now)
+    redis.call('HDEL', job_key(job.id), 'to_charge')
+    job.entry, job.submitted = DELAYED, at
+    redis.call('HSET', job_key(job.id), 'entry', DELAYED, 'submitted', at)
+    delay_job(job)
+    note_due(job)
+  end
+
+  -- `tag`: `<tenant>:<tag>`.
+  local function counts_key(tag) return P .. ':tag_counts:' .. tag end
+  local function is_custom(tag) return string.sub(tag, 1, 1) == '#' end
+
+  -- Counts a tenant's jobs of these tags, as long as one of these is listed: `<level>`, those that were accepted, and
+  -- `<state>:<level>`, those that have ended.
+  function made.count_tags(tenant, tags, field, by)
+    for tag in string.gmatch(tags, '%S+') do
+      if not is_custom(tag) then redis.call('HINCRBY', counts_key(tenant .. ':' .. tag), field, by) end
+    end
+  end
+
+  -- Counts an ended job for its tags. `recent`: the ends since `begun`, each of which counts e times less after RATE_MS. `at`:
+  -- when the last one came.
+  function made.end_tags(job, state, now)
+    local RATE_MS, FEW = 60000, 0.05
+    made.count_tags(job.tenant, job.tags, state .. ':' .. job.level, 1)
+    for tag in string.gmatch(job.tags, '%S+') do
+      if not is_custom(tag) then
+        local key = counts_key(job.tenant .. ':' .. tag)
+        local begun, at, recent = unpack(redis.call('HMGET', key, 'begun', 'at', 'recent'))
+        recent = finite(recent) * math.exp(math.min(0, finite(at) - now) / RATE_MS)
+        -- An end after a long pause begins anew, and does not count itself.
+        if not begun or recent < FEW and now - finite(at) > RATE_MS then begun, recent = now, -1 end
+        redis.call('HSET', key, 'begun', begun, 'at', now, 'recent', string.format('%.4f', recent + 1))
+      end
+    end
+  end
+
+  -- Removes a job from the sets of these tags. The last one takes the counts with it.
+  function made.untag(tenant, tags, id)
+    for tag in string.gmatch(tags, '%S+') do
+      local key = P .. ':tagged:' .. tenant .. ':' .. tag
+      redis.call('ZREM', key, id)
+      if redis.call('EXISTS', key) == 0 then redis.call('DEL', counts_key(tenant .. ':' .. tag)) end
+    end
+  end
+
+  -- How often a job may be tried, and the mean ms before its second attempt: its own terms, or else the pool's.
+  function made.terms_of(retry)
+    local DEFAULT_PAUSE_MS = 1000
+    local most, pause = string.match(retry or '', '^(%S+) (%S+)$')
+    local of_pool = redis.call('HMGET', KEYS[1], 'max_attempts', 'retry_backoff_ms')
+    return whole(most) or whole(of_pool[1]) or 1, whole(pause) or whole(of_pool[2]) or DEFAULT_PAUSE_MS
+  end
+
+  -- The number of a job's present attempt, and the ms before the next one; nil if this was the last one. The pause doubles with
+  -- each attempt, and is chosen between half and one and a half of that. A lease has random digits.
+  function made.next_attempt(job, now)
+    local MAX_PAUSE_MS = 3600000
+    local retry, number = unpack(redis.call('HMGET', job_key(job.id), 'retry', 'attempts'))
+    local most, mean = made.terms_of(retry)
+    number = whole(number) or 1
+    if number >= most then return nil end
+    local share = tonumber(string.match(job.lease, ':(%x%x%x%x)') or '8000', 16) / 65535
+    local pause = math.floor(math.min(MAX_PAUSE_MS, mean * 2 ^ (number - 1)) * (0.5 + share))
+    local deadline = whole(redis.call('HGET', job_key(job.id), 'deadline') or '')
+    if deadline and now + pause >= deadline then return nil end
+    return number, pause
+  end
+
+  -- Submits the job that takes the place of a refused one, `successor` (its id and its request): with the same terms, as another
+  -- attempt, and with a reader again only once one attaches.
+  function made.submit_successor(old, successor, number, pause, now)
+    local COPIED = {'deadline', 'needs_reader', 'channel', 'tenant', 'level', 'n', 'cost', 'weight', 'body', 'output',
+      'memory_percent', 'account', 'limits', 'max_wait', 'in_feed', 'webhooks', 'model', 'words', 'ms_per_token', 'may_use',
+      'minute_tokens', 'retry', 'key', 'key_terms', 'tag1', 'tag2', 'tag3', 'tag4', 'custom', 'extra', 'submitted',
+      'accepted'}
+    local id, request = unpack(successor)
+    local job, fields = {id = id}, {}
+    for at, value in ipairs(redis.call('HMGET', job_key(old.id), unpack(COPIED))) do
+      if value then job[COPIED[at]] = value end
+    end
+    job.state, job.node, job.lease, job.first, job.cancel, job.entry = 'queued', '', '', '', '', DELAYED
+    job.unread, job.inboxes, job.losses, job.preemptions, job.idem = channels.is(job.channel) and '' or now, '', 0, 0, ''
+    job.held = #request + RECORD_BYTES + (whole(job.extra) or 0)
+    job.accepted, job.attempts, job.retry_of = job.accepted or job.submitted, number + 1, string.match(old.id, '[^.]*$')
+    if job.ms_per_token then job.charged = 0 end
+    if pause > 0 then job.submitted = now + pause end
+    for name, value in pairs(job) do
+      if name ~= 'id' then fields[#fields + 1], fields[#fields + 2] = name, value end
+    end
+    sure('SET', P .. ':request:' .. id, request)
+    redis.call('HSET', job_key(id), unpack(fields))
+    redis.call('SADD', P .. ':open', id)
+    redis.call('SADD', P .. ':tenant:' .. job.tenant .. ':open', id)
+    redis.call('ZADD', lists.key(pause > 0 and 'scheduled' or 'queued', job.tenant), 0, id)
+    for _, tag in ipairs(lists.read_tags(id)) do redis.call('ZADD', P .. ':tagged:' .. job.tenant .. ':' .. tag, 0, id) end
+    made.count_tags(job.tenant, lists.tags_of(id, job.extra), job.level, 1)
+    local metadata = job.extra and redis.call('GET', P .. ':metadata:' .. old.id)
+    if metadata then sure('SET', P .. ':metadata:' .. id, metadata) end
+    count_bytes(P .. ':stored', job.tenant, job.held)
+    count_event('submitted')
+    count_event('output_rejected')
+    note_due(job)
+    if pause > 0 then
+      delay_job(job)
+    elseif admits_job(token_limit.read_terms(job), now) then
+      token_limit.queue_late(job, job.submitted)
+    end
+  end
+
+end)
 
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
 -- refunded. Until `avoid_until`, in ms, its last node does not take it again. `why`: drain, pressure, lacking (see
@@ -1231,7 +1229,7 @@ local function requeue(job, now, why, cost, avoid_until, pause)
     'reserved', 0, 'avoid', job.node, 'avoid_until', avoid_until)
   if pause and pause > 0 then
     lists.move(job, 'running', 'scheduled')
-    rare().postpone(job, now + pause, now)
+    rare.postpone(job, now + pause, now)
     return correct_charge(job, -charged_of(job))
   end
   redis.call('ZADD', requeued_key(job), job.submitted, job.id)
@@ -1317,7 +1315,7 @@ local function subtract_expired(max_keys)
     local tenant, id, state, tags = string.match(member, '^%d+ (%S+) job:(%S+) ?(%S*)(.*)$')
     if id then
       if state ~= '' then redis.call('ZREM', lists.key(state, tenant), id) end
-      if tags ~= '' then rare().untag(tenant, tags, id) end
+      if tags ~= '' then rare.untag(tenant, tags, id) end
     end
   end
 end
@@ -1358,8 +1356,7 @@ end
 
 -- The end of a job --------------------------------------------------------------------------------
 
-local end_job
-do
+local ending = late(function(made)
   -- Makes an ended job a dead letter.
   local function dead_letter(job, now)
     redis.call('ZADD', P .. ':dead_letters', now, job.id)
@@ -1567,7 +1564,7 @@ do
   -- log before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
   -- tokens are not counted. `last`: of finish, the length of the log, the chunks that go into it before the terminal one,
   -- and further fields of the record.
-  function end_job(job, config, now, state, code, message, param, reported, last)
+  function made.end_job(job, config, now, state, code, message, param, reported, last)
     if not reported then lists.ended[#lists.ended + 1] = {job.id, job.tenant, state, code} end
     reported = reported or {}
     if code == 'node_lost' then state = 'dead' end
@@ -1601,8 +1598,8 @@ do
     add_usage(job, job.account, now, reported)
     if not is_task(job) and job.in_feed ~= '0' then note_completion(job, config, now, state) end
     if job.webhooks ~= '' then note_webhooks(job, state) end
-    if job.extra ~= '' then rare().give_up(job, now) end
-    if job.tags ~= '' then rare().end_tags(job, state, now) end
+    if job.extra ~= '' then rare.give_up(job, now) end
+    if job.tags ~= '' then rare.end_tags(job, state, now) end
     if job.stopped_by ~= '' then note_stopped(job, state) end
     correct_tokens(job, state, now, reported)
     if job.idem ~= '' then
@@ -1627,7 +1624,9 @@ do
     if job.extra ~= '' then redis.call('PEXPIRE', P .. ':metadata:' .. job.id, record_life(job, config, is_dead)) end
     publish(job, chunk)
   end
-end
+end)
+
+local function end_job(...) return ending.end_job(...) end
 
 -- State, code and message with which a job must end now; nil if it may still run.
 local function why_over(job, config, now)

@@ -598,7 +598,7 @@ local function accept(at, job)
     job.minute_tokens = math.floor(tokens_per_minute * (1 + job.terms.burst_s / 60))
   end
   if job.more then job.key, job.key_terms = job.more.key, job.more.key_terms end
-  local waits = is_delayed or not token_limit.admits_job(job, now)
+  local waits = is_delayed or not admits_job(job, now)
   write_record(job, waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id), is_delayed)
   if is_delayed then delay_job(job) end
   if not waits then queue_job(job) end

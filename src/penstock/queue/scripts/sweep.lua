@@ -146,7 +146,7 @@ end
 for _, job in ipairs(due) do end_if_over(job, config, now) end
 end_paused()
 release_delayed(config, now)
-token_limit.release_waiting(config, now)
+release_waiting(config, now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revisions', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead_letters', '-inf', now - DEAD_LIFE_MS)

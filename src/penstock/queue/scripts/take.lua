@@ -151,7 +151,7 @@ if not pool_time.is_in_doubt() then
     release_delayed(config, now)
     if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
   end
-  next_up = token_limit.release_waiting(config, now)
+  next_up = release_waiting(config, now)
   if next_up then look_again_in(math.max(1, next_up - now)) end
 end
 
@@ -331,10 +331,13 @@ do
     end
   end
 
-  -- The tenants with queued jobs that a call looks at, beside the paused ones, and their virtual times.
+  -- The tenants with queued jobs that a call looks at, beside the paused ones, and their virtual times, as they were when
+  -- the call first looked at the level.
+  local tenants_of = {}
   function paused.tenants_of(level)
     local last = MAX_TENANTS + paused.num_tenants - 1
-    return redis.call('ZRANGE', P .. ':virtual_time:' .. level, 0, last, 'WITHSCORES')
+    tenants_of[level] = tenants_of[level] or redis.call('ZRANGE', P .. ':virtual_time:' .. level, 0, last, 'WITHSCORES')
+    return tenants_of[level]
   end
 
   -- A level's jobs, oldest first. While tenants are paused, they are merged from the queues of the others, because a
@@ -525,7 +528,7 @@ end
 -- and the first job that was left: while it still waits LEFT_MS later, takes leave nothing.
 
 local shares = {num_taken = 0}
-do
+local sharing = late(function(made)
   local MAX_NODES, LEFT_MS, UNLIMITED = 32, 50, math.huge
   -- Under whether the job has begun: how many jobs this take may have, and the nodes for which it leaves others.
   local limits, others = {}, {}
@@ -615,9 +618,7 @@ do
     return false
   end
 
-  -- Whether the take leaves this job, and what follows, to other nodes.
-  function shares.leaves(job)
-    if num_nodes < 2 or shares.num_taken == 0 or is_task(job) then return false end
+  function made.leaves(job)
     local has_begun = job.revision ~= ''
     limits[has_begun] = limits[has_begun] or divide(job, has_begun)
     if shares.num_taken < limits[has_begun] then return false end
@@ -625,11 +626,19 @@ do
     return shares.is_over
   end
 
-  function shares.write()
-    if not shares.left then return end
+  function made.write()
     redis.call('SET', P .. ':left', shares.left, 'PX', 60000)
     for _, name in ipairs(others) do redis.call('PUBLISH', P .. ':doorbell:' .. name, '') end
   end
+end)
+
+-- Whether the take leaves this job, and what follows, to other nodes.
+function shares.leaves(job)
+  return num_nodes > 1 and shares.num_taken > 0 and not is_task(job) and sharing.leaves(job)
+end
+
+function shares.write()
+  if shares.left then sharing.write() end
 end
 
 -- `fit` has functions that tell whether the node and Redis have capacity for a job.
