@@ -187,7 +187,9 @@ MAX_SHORT_BYTES = 64
 
 def short(text: str) -> str:
     """Return the beginning of a text in one line, without characters that do not print, in MAX_SHORT_BYTES."""
-    head = "".join(char if char.isprintable() else " " for char in text.lstrip()[: 4 * MAX_SHORT_BYTES])
+    head = text.lstrip()[: 4 * MAX_SHORT_BYTES]
+    if not head.isprintable():
+        head = "".join(char if char.isprintable() else " " for char in head)
     data = " ".join(head.split()).encode()
     if len(data) <= MAX_SHORT_BYTES:
         return data.decode()
