@@ -57,8 +57,8 @@ class _Definition(NamedTuple):
 def source(name: str) -> str:
     """Return a script's text, preceded by the shared definitions that it uses.
 
-    What follows prelude.lua is a function of its own. For a name of another function a new function copies a pointer; for
-    one of its own it searches the names that are in use.
+    What follows prelude.lua is a function of its own. A new function that uses a name from outside of that copies a
+    pointer; for a name inside of it Lua searches all names that are in use.
     """
     own = _part(name)
     used = _used(name, own)
