@@ -12,9 +12,8 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from penstock.queue.broker.script_text import whole_source
+from penstock.queue.broker.script_text import SHARED_PARTS, shared_text, whole_source
 
-SHARED = ("prelude", "queue")
 UNUSED = ("(W2", "(W3")
 """Beginnings of what luacheck says of unused names and values."""
 CONFIG = Path(__file__).parents[1] / ".luacheckrc"
@@ -22,13 +21,13 @@ CONFIG = Path(__file__).parents[1] / ".luacheckrc"
 
 def findings_of(name: str) -> set[tuple[str, int, str]]:
     """Return file, line and text of each warning of luacheck for one script."""
-    scripts = resources.files("penstock.queue") / "scripts"
+    own = (resources.files("penstock.queue") / "scripts" / f"{name}.lua").read_text()
     command = ["luacheck", "--config", str(CONFIG), "--formatter", "plain", "--codes", "-"]
     said = subprocess.run(command, input=whole_source(name), capture_output=True, text=True, check=False).stdout
     text = whole_source(name)
     begins = []
-    for part in (*SHARED, name):
-        at = text.find((scripts / f"{part}.lua").read_text())
+    for part, its_text in (*((f"shared/{one}", shared_text(one)) for one in SHARED_PARTS), (name, own)):
+        at = text.find(its_text)
         if at >= 0:
             begins.append((text.count("\n", 0, at), part))
     found = set()
@@ -43,14 +42,14 @@ def main() -> None:
     if shutil.which("luacheck") is None:
         sys.exit("luacheck is not installed; Debian and Ubuntu have it as `lua-check`")
     scripts = Path(str(resources.files("penstock.queue") / "scripts"))
-    names = sorted(path.stem for path in scripts.glob("*.lua") if path.stem not in SHARED)
+    names = sorted(path.stem for path in scripts.glob("*.lua"))
     of_each = [findings_of(name) for name in names]
     everywhere = set.intersection(*of_each)
     left = {
         finding
         for found in of_each
         for finding in found
-        if finding in everywhere or finding[0] not in SHARED or not finding[2].startswith(UNUSED)
+        if finding in everywhere or not finding[0].startswith("shared/") or not finding[2].startswith(UNUSED)
     }
     for part, line, problem in sorted(left):
         print(f"src/penstock/queue/scripts/{part}.lua:{line}: {problem}")

@@ -80,7 +80,7 @@ def literal_in(value: ast.expr) -> str:
 
 def codes_of_scripts() -> Iterator[str]:
     """The codes with which the queue's scripts end jobs."""
-    for script in (ROOT / "src/penstock/queue/scripts").glob("*.lua"):
+    for script in (ROOT / "src/penstock/queue/scripts").rglob("*.lua"):
         yield from re.findall(r"'(?:failed|dead|cancelled|expired)', '(\w+)'", script.read_text())
 
 

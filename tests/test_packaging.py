@@ -111,7 +111,7 @@ def test_wheel_has_all_packages_and_scripts(tmp_path: Path) -> None:
 
     page = (path.relative_to(ROOT) for path in (ROOT / "gateway/apis/web/static").iterdir())
     assert {f"penstock/{path}" for path in page} <= names
-    for path in [*clone.glob("src/penstock/queue/scripts/*.lua"), clone / "src/penstock/py.typed"]:
+    for path in [*clone.glob("src/penstock/queue/scripts/**/*.lua"), clone / "src/penstock/py.typed"]:
         assert str(path.relative_to(clone / "src")) in names
     for room in ("cli", "producer", "gateway", "gpu_node", "kernels"):
         for path in (clone / room).rglob("*.py"):

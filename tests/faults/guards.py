@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.queue.broker.script_text import SHARED_PARTS
+
 TESTS = "tests/queue/scripts/test_"
 SKIPPED = "skipped_jobs.py"
 CLOCK = "pool_clock.py"
@@ -14,7 +16,7 @@ WEBHOOKS = "tests/queue/test_webhooks.py"
 
 @dataclass(frozen=True)
 class Mutant:
-    """A guard's text in one script, its replacement, and the tests that cover it."""
+    """A guard's text in one script or shared part, its replacement, and the tests that cover it."""
 
     guard: str
     file: str
@@ -22,6 +24,11 @@ class Mutant:
     instead: str
     tests: str
     """A file of TESTS, without that beginning, or a path."""
+
+    @property
+    def script(self) -> str:
+        """The path of the script, or of the shared part, from the folder of scripts on."""
+        return f"shared/{self.file}.lua" if self.file in SHARED_PARTS else f"{self.file}.lua"
 
     @property
     def test_file(self) -> str:
@@ -33,26 +40,34 @@ DAMAGED = "tests/queue/test_damaged_records.py"
 
 MUTANTS = (
     Mutant(
-        "keys of another type", "queue", "if string.find(problem, 'WRONGTYPE', 1, true) then", "if false then", DAMAGED
+        "keys of another type", "damage", "if string.find(problem, 'WRONGTYPE', 1, true) then", "if false then", DAMAGED
     ),
-    Mutant("sums that are no numbers", "queue", "elseif command == 'HINCRBY' and", "elseif false and", DAMAGED),
+    Mutant("sums that are no numbers", "damage", "elseif command == 'HINCRBY' and", "elseif false and", DAMAGED),
     Mutant(
         "whole numbers",
-        "queue",
+        "damage",
         "number >= 0 and number < MAX_NUMBER and number % 1 == 0 and number or",
         "number or",
         DAMAGED,
     ),
     Mutant(
-        "records are compared", "queue", "return not is_elsewhere(job, known) and mend(", "return job or mend(", DAMAGED
+        "records are compared",
+        "damage",
+        "return not is_elsewhere(job, known) and mend(",
+        "return job or mend(",
+        DAMAGED,
     ),
-    Mutant("an ended job in a queue", "queue", "    if is_terminal(job.state) then return true end\n", "", DAMAGED),
-    Mutant("a lost record ends its job", "queue", "  if job.problem then\n", "  if false then\n", DAMAGED),
+    Mutant("an ended job in a queue", "damage", "    if is_terminal(job.state) then return true end\n", "", DAMAGED),
+    Mutant("a lost record ends its job", "ending", "  if job.problem then\n", "  if false then\n", DAMAGED),
     Mutant(
-        "virtual times", "queue", "return time and time > -MAX_TIME and time < MAX_TIME and", "return time and", DAMAGED
+        "virtual times",
+        "virtual_time",
+        "return time and time > -MAX_TIME and time < MAX_TIME and",
+        "return time and",
+        DAMAGED,
     ),
-    Mutant("members of the expiry", "queue", "  if not whole(bytes) then", "  if false then", DAMAGED),
-    Mutant("names of pauses", "queue", "elseif kind == 'tenant' then", "else", DAMAGED),
+    Mutant("members of the expiry", "stored", "  if not whole(bytes) then", "  if false then", DAMAGED),
+    Mutant("names of pauses", "jobs", "elseif kind == 'tenant' then", "else", DAMAGED),
     Mutant("times of reservations", "take", " and whole(till) <= now + config.lease_ms", "", DAMAGED),
     Mutant(
         "the answer of the last take",
@@ -63,19 +78,19 @@ MUTANTS = (
     ),
     Mutant("damaged numbers of the config", "prelude", "        number = default_of(name)\n", "", DAMAGED),
     Mutant("a damaged config is written", "heartbeat", "check and is_config_damaged()", "false", DAMAGED),
-    Mutant("lanes of delayed jobs", "queue", "    if not level then\n", "    if false then\n", DAMAGED),
+    Mutant("lanes of delayed jobs", "waiting", "    if not level then\n", "    if false then\n", DAMAGED),
     Mutant("a batch's token", "files", "(read_batch(id, 'token')) == tostring(token)", "true", BATCHES),
     Mutant("a row of one part", "files", "'GETBIT', rows, row) == 1", "'GETBIT', rows, row) == 2", BATCHES),
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
     Mutant(
-        "a chunk that is none, on a channel", "prelude", "pcall(json_of, chunk)", "true, json_of(chunk)", "channels.py"
+        "a chunk that is none, on a channel", "messages", "pcall(json_of, chunk)", "true, json_of(chunk)", "channels.py"
     ),
-    Mutant("a channel's tenant", "prelude", "':channel:' .. tenant .. ':'", "':channel:default:'", "channels.py"),
+    Mutant("a channel's tenant", "messages", "':channel:' .. tenant .. ':'", "':channel:default:'", "channels.py"),
     Mutant(
         "a job's first channel", "submit", "if channels.differ(known, job.channel) then", "if false then", "channels.py"
     ),
-    Mutant("a channel is a reader", "prelude", "if channels.is(job.channel) then return false end", "", "readers.py"),
+    Mutant("a channel is a reader", "messages", "if channels.is(job.channel) then return false end", "", "readers.py"),
     Mutant("call replay", "take", "if call == last.call then", "if false then", "take.py"),
     Mutant("sweep guard", "prelude", " or now - swept > max_gap", "", "sweep.py"),
     Mutant("a clock that never goes back", "prelude", "math.max(now, swept)", "now", CLOCK),
@@ -104,9 +119,9 @@ MUTANTS = (
         "if true then",
         "declare_dead.py",
     ),
-    Mutant("loss counting", "queue", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
+    Mutant("loss counting", "ending", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
     Mutant("reservation expiry", "take", " and whole(till) > now and", " and", "capacity.py"),
-    Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
+    Mutant("virtual time entry", "virtual_time", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "known.body ~= job.body or ", "", "submit.py"),
     Mutant("the same job twice in a call", "submit", "if known then return known, 'ID_CONFLICT' end", "", "many.py"),
     Mutant("accepted jobs of a call", "submit", " + (own.num_accepted or 0)", "", "many.py"),
@@ -151,8 +166,8 @@ MUTANTS = (
         "walk(0, LEAST_URGENT)",
         "background.py",
     ),
-    Mutant("due jobs flow", "queue", "math.min(max_count, MAX_READY - ready)", "max_count", "background.py"),
-    Mutant("due jobs of each tenant", "queue", "math.ceil(left / (#lanes - at + 1))", "left", "background.py"),
+    Mutant("due jobs flow", "waiting", "math.min(max_count, MAX_READY - ready)", "max_count", "background.py"),
+    Mutant("due jobs of each tenant", "waiting", "math.ceil(left / (#lanes - at + 1))", "left", "background.py"),
     Mutant(
         "due background work needs room",
         "take",
@@ -170,7 +185,7 @@ MUTANTS = (
         "tasks.py",
     ),
     Mutant(
-        "debt at another rate", "queue", "if stated > 0 and stated ~= ms_per_unit then", "if false then", "limits.py"
+        "debt at another rate", "waiting", "if stated > 0 and stated ~= ms_per_unit then", "if false then", "limits.py"
     ),
     Mutant(
         "debt of the other unit",
@@ -181,14 +196,14 @@ MUTANTS = (
     ),
     Mutant(
         "corrected debt at another rate",
-        "queue",
+        "ending",
         "if finite(stated) > 0 then ms_per_token",
         "if false then ms_per_token",
         "usage.py",
     ),
     Mutant(
         "refund beside an unpaid debt",
-        "queue",
+        "ending",
         "local life = math.ceil(math.max(due, finite(jobs)) - now)",
         "local life = math.ceil(math.max(due, 0) - now)",
         "usage.py",
@@ -222,26 +237,26 @@ MUTANTS = (
     Mutant("deleted open response", "delete_response", "'cancel', '1')", "'cancel', '')", "responses.py"),
     Mutant("bytes of a deleted response", "delete_response", "or name == 'response'", "", "responses.py"),
     Mutant("a response is read again", "shorten_result", " or response_life(job)", "", "responses.py"),
-    Mutant("life of a response's result", "queue", "if keep then return keep end", "", "responses.py"),
+    Mutant("life of a response's result", "stored", "if keep then return keep end", "", "responses.py"),
     Mutant(
         "life of a response's record",
-        "queue",
+        "ending",
         "if keep then redis.call('PEXPIRE'",
         "if false then redis.call('PEXPIRE'",
         "responses.py",
     ),
-    Mutant("log in place of a result", "queue", "result_bytes == 0 and response_life(job) or 0", "0", "responses.py"),
+    Mutant("log in place of a result", "ending", "result_bytes == 0 and response_life(job) or 0", "0", "responses.py"),
     Mutant(
         "a completion of each job",
-        "queue",
+        "ending",
         "if not is_task(job) and job.in_feed ~= '0' then note_",
         "if false then note_",
         COMPLETIONS,
     ),
-    Mutant("completions are bounded", "queue", "'MAXLEN', '~', MAX_ENDED, '*'", "'*'", COMPLETIONS),
+    Mutant("completions are bounded", "ending", "'MAXLEN', '~', MAX_ENDED, '*'", "'*'", COMPLETIONS),
     Mutant(
         "the last completion before",
-        "queue",
+        "ending",
         "':ended_before', job.tenant) or '0-0'",
         "':ended_before', '') or '0-0'",
         COMPLETIONS,
@@ -254,9 +269,9 @@ MUTANTS = (
         COMPLETIONS,
     ),
     Mutant(
-        "a webhook of each job that asks", "queue", "if job.webhooks ~= '' then note_", "if false then note_", WEBHOOKS
+        "a webhook of each job that asks", "ending", "if job.webhooks ~= '' then note_", "if false then note_", WEBHOOKS
     ),
-    Mutant("bound of the untold ends", "queue", "finite(size) >= MAX_UNTOLD", "false", WEBHOOKS),
+    Mutant("bound of the untold ends", "ending", "finite(size) >= MAX_UNTOLD", "false", WEBHOOKS),
     Mutant("size of the untold ends", "untold", "count_now(P .. ':untold_sizes', ARGV[at + 1], -1)", "", WEBHOOKS),
     Mutant(
         "an event is one delivery",
@@ -276,19 +291,19 @@ MUTANTS = (
     Mutant("first take", "take", "job.revision == '' and 'taken' or 'retaken'", "'taken'", "job_ledger.py"),
     Mutant(
         "expired jobs leave their list",
-        "queue",
+        "stored",
         "if state ~= '' then redis.call('ZREM', lists.key",
         "if false then redis.call('ZREM', lists.key",
         "job_ledger.py",
     ),
     Mutant(
         "bytes of a wide record",
-        "queue",
+        "ending",
         "(is_wide and WIDE_RECORD_BYTES or RECORD_BYTES)",
         "RECORD_BYTES",
         "stored_bytes.py",
     ),
-    Mutant("life of hourly usage", "queue", "USAGE_HOURS * HOUR_MS, what", "USAGE_DAYS * DAY_MS, what", "usage.py"),
+    Mutant("life of hourly usage", "ending", "USAGE_HOURS * HOUR_MS, what", "USAGE_DAYS * DAY_MS, what", "usage.py"),
     Mutant("positions of delayed jobs", "positions", " or DELAYED_JOB end", " or 0 end", "positions.py"),
     Mutant("positions of begun jobs", "positions", " and first == '' and", " and", "positions.py"),
     Mutant(
@@ -298,7 +313,7 @@ MUTANTS = (
         "if progress ~= '' then redis.call('RPUSH', log, progress)",
         "emit.py",
     ),
-    Mutant("readers guard", "prelude", "or not pool_time.has_heartbeats() then", "then", "readers.py"),
+    Mutant("readers guard", "messages", "or not pool_time.has_heartbeats() then", "then", "readers.py"),
     # Limits of the pool and of tenants
     Mutant("open jobs of a pool", "submit", "if open >= config.max_open_jobs and", "if false and", "submit.py"),
     Mutant("open jobs of a tenant", "submit", "own_open >= tenant_open", "false", "limits.py"),
@@ -315,13 +330,13 @@ MUTANTS = (
     Mutant(
         "a first job above its tenant's limit", "submit", "all_queued > 0 and all_queued", "all_queued", "limits.py"
     ),
-    Mutant("a first job above its tenant's rate", "queue", "if debt > 0 and later >", "if later >", "limits.py"),
+    Mutant("a first job above its tenant's rate", "waiting", "if debt > 0 and later >", "if later >", "limits.py"),
     Mutant("refused cost decays", "submit", " - rate * share * (now - (whole(at) or now))", "", "limits.py"),
     Mutant("memory for more urgent classes", "submit", "{[0] = 90, 90, 80}", "{[0] = 90, 90, 90}", "limits.py"),
     Mutant("memory that open jobs may need", "submit", " + total(':reserved')", "", "limits.py"),
     Mutant(
         "a debt outlives its rate's key",
-        "queue",
+        "ending",
         "math.max(now, finite(tokens",
         "math.max(0, finite(tokens",
         "usage.py",
@@ -335,7 +350,7 @@ MUTANTS = (
         "stored_bytes.py",
     ),
     Mutant(
-        "memory that greedy tenants leave", "queue", "most * free * math.min(1, 2 * free)", "most", "stored_bytes.py"
+        "memory that greedy tenants leave", "stored", "most * free * math.min(1, 2 * free)", "most", "stored_bytes.py"
     ),
     Mutant("a key's own share", "submit", "memory_share_of(memory_percent,", "memory_share_of(0,", "stored_bytes.py"),
     Mutant("a queued job reserves nothing", "take", "  reserve_output(job)\n", "", "stored_bytes.py"),
@@ -367,34 +382,34 @@ MUTANTS = (
     Mutant("expired bytes free memory", "submit", "subtract_expired(MAX_RELEASED)", "", "stored_bytes.py"),
     Mutant(
         "bytes are subtracted once",
-        "queue",
+        "stored",
         "'ZREM', P .. ':expiry', member) == 0",
         "'ZREM', P .. ':expiry', member) == -1",
         "stored_bytes.py",
     ),
-    Mutant("tokens of a minute", "queue", "if over <= 0 then return 0 end", "do return 0 end", "token_limits.py"),
-    Mutant("one job beyond the tokens", "queue", " - math.max(largest, job.may_use)", "", "token_limits.py"),
+    Mutant("tokens of a minute", "waiting", "if over <= 0 then return 0 end", "do return 0 end", "token_limits.py"),
+    Mutant("one job beyond the tokens", "waiting", " - math.max(largest, job.may_use)", "", "token_limits.py"),
     Mutant(
-        "used tokens count a minute", "queue", "SLOT_MS, NUM_SLOTS, LOOK", "NUM_SLOTS, SLOT_MS, LOOK", "token_limits.py"
+        "used tokens count a minute",
+        "waiting",
+        "SLOT_MS, NUM_SLOTS, LOOK",
+        "NUM_SLOTS, SLOT_MS, LOOK",
+        "token_limits.py",
     ),
     Mutant(
         "an end lets waiting jobs go",
-        "queue",
+        "waiting",
         "'XX', 'CH', now, job.tenant",
         "'XX', 'CH', 9e15, job.tenant",
         "token_limits.py",
     ),
     Mutant(
-        "older jobs wait first",
-        "queue",
-        "'-inf', place_of(job)) == 0",
-        "'-inf', place_of(job)) >= 0",
-        "token_limits.py",
+        "older jobs wait first", "rare", "'-inf', place_of(job)) == 0", "'-inf', place_of(job)) >= 0", "token_limits.py"
     ),
-    Mutant("a key's limit", "queue", "':keyed:' .. name) >= most", "':keyed:' .. name) >= 1e9", "keyed_jobs.py"),
-    Mutant("a key's pace", "queue", "math.max(0, oldest + span - now)", "0", "keyed_jobs.py"),
+    Mutant("a key's limit", "rare", "':keyed:' .. name) >= most", "':keyed:' .. name) >= 1e9", "keyed_jobs.py"),
+    Mutant("a key's pace", "rare", "math.max(0, oldest + span - now)", "0", "keyed_jobs.py"),
     Mutant(
-        "an end frees its place", "queue", "if job.extra ~= '' then rare().give_up(job, now) end", "", "keyed_jobs.py"
+        "an end frees its place", "ending", "if job.extra ~= '' then rare.give_up(job, now) end", "", "keyed_jobs.py"
     ),
     Mutant(
         "a canceled job leaves its key's lane",
@@ -405,7 +420,7 @@ MUTANTS = (
     ),
     Mutant(
         "half of a burst is left to chats",
-        "queue",
+        "rare",
         "local PART_OF_BURST = 0.5",
         "local PART_OF_BURST = 1",
         "keyed_jobs.py",
@@ -424,28 +439,28 @@ MUTANTS = (
         "'HSET', job_key(id), 'engine_preemptions'",
         "job_ledger.py",
     ),
-    Mutant("large results without a reader", "queue", " and was_read and", " and", "stored_bytes.py"),
+    Mutant("large results without a reader", "stored", " and was_read and", " and", "stored_bytes.py"),
     Mutant(
         "a result's life grows no more", "shorten_result", "or '0') > till then", "or '0') > 0 then", "stored_bytes.py"
     ),
     Mutant("tenant of a result", "shorten_result", " or job.tenant ~= tenant", "", "stored_bytes.py"),
     Mutant(
         "bound of dead letters",
-        "queue",
+        "ending",
         "0, -1 - MAX_DEAD",
         "0, -1 - 10 * MAX_DEAD",
         "tests/queue/broker/test_dead_letters.py",
     ),
     Mutant(
         "a purge of open jobs",
-        "queue",
+        "stored",
         "if redis.call('ZREM', P .. ':dead_letters', id) == 0 then return 0 end",
         "redis.call('ZREM', P .. ':dead_letters', id)",
         "tests/queue/broker/test_dead_letters.py",
     ),
     Mutant(
         "requests of dead letters",
-        "queue",
+        "ending",
         "  if state == 'succeeded' then return nil end",
         "  do return nil end",
         "stored_bytes.py",
@@ -460,7 +475,7 @@ MUTANTS = (
     Mutant("ids older than responses", "submit", "job.response ~= '' and job.keep_ms or config", "config", "submit.py"),
     Mutant("ids of a later time", "submit", " or minted - later > MAX_AHEAD_MS", "", "submit.py"),
     Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
-    Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
+    Mutant("readers of a job", "messages", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
     # Lists, delays, shares
     Mutant(
         "list of a tenant's jobs",
@@ -470,8 +485,8 @@ MUTANTS = (
         "tests/queue/test_job_lists.py",
     ),
     Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
-    Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),
-    Mutant("refunds of older windows", "queue", "    if since < window - 1 then return end\n", "", "policy.py"),
+    Mutant("refunds in the window of their charge", "virtual_time", "    window = since\n", "", "policy.py"),
+    Mutant("refunds of older windows", "virtual_time", "    if since < window - 1 then return end\n", "", "policy.py"),
     Mutant(
         "interactive jobs above their share",
         "take",

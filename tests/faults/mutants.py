@@ -60,7 +60,7 @@ class Copy:
 
     def kills(self, mutant: Mutant) -> bool:
         """Whether the mutant's tests fail without its guard."""
-        path = self._folder / SCRIPTS / f"{mutant.file}.lua"
+        path = self._folder / SCRIPTS / mutant.script
         text = path.read_text()
         if text.count(mutant.text) != 1:
             raise SystemExit(f"{mutant.guard}: {mutant.text!r} occurs {text.count(mutant.text)} times in {path.name}")

@@ -9,7 +9,7 @@ from faults.mutants import ROOT, SCRIPTS
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
 def test_each_guard_occurs_once_in_its_script(mutant: Mutant) -> None:
-    text = (ROOT / SCRIPTS / f"{mutant.file}.lua").read_text()
+    text = (ROOT / SCRIPTS / mutant.script).read_text()
     assert text.count(mutant.text) == 1
 
 

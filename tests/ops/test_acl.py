@@ -43,6 +43,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
+from penstock.queue.broker.script_text import whole_source
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.files.batch import BatchSpec, new_batch_id
 from penstock.queue.tenants.key_store import KeyStore
@@ -246,7 +247,7 @@ async def test_operator_lists_retries_and_purges_dead_letters(server: Path, clie
 @pytest.mark.parametrize("role", RUNS)
 def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
     allowed = {word[1:].upper() for word in rules_of(role).split() if word.startswith("+")}
-    scripts = [(SCRIPTS / f"{name}.lua").read_text() for name in ("prelude", "queue", *RUNS[role])]
+    scripts = map(whole_source, RUNS[role])
     needed = {command for script in scripts for command in re.findall(r"redis\.call\('([A-Z]+)'", script)}
     assert needed <= allowed
 

@@ -67,5 +67,5 @@ def test_commands_of_the_runbook_exist(line: str) -> None:
 
 def test_error_codes_of_the_runbook_exist() -> None:
     codes = set(re.findall(r"\| \d{3} `(\w+)`", TEXT)) | {"unread", "stream_diverged", "invalid_api_key"}
-    scripts = "".join(path.read_text() for path in (ROOT / "src/penstock/queue/scripts").glob("*.lua"))
+    scripts = "".join(path.read_text() for path in (ROOT / "src/penstock/queue/scripts").rglob("*.lua"))
     assert [code for code in codes if f'"{code}"' not in sources() and f"'{code}'" not in scripts] == []

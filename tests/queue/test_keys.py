@@ -7,6 +7,7 @@ from collections import defaultdict
 from importlib.resources import files
 
 from penstock.queue import keys
+from penstock.queue.broker.script_text import SHARED_PARTS, shared_text
 
 READS = re.compile(
     r"H?(GET|MGET|GETALL|VALS|LEN|KEYS)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|ISMEMBER|RANDMEMBER)"
@@ -41,7 +42,7 @@ SCRIPTS = {
     and path.name
     not in ("audit.lua", "change.lua", "erase.lua", "files.lua", "forget.lua", "schedules.lua", "webhooks.lua")
 }
-SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
+SHARED = "".join(map(shared_text, SHARED_PARTS))
 WRITERS_OF_ARGUMENTS = set(re.findall(r"local function (\w+)\(key, ", SHARED))
 """Functions that write the key that their caller names."""
 KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SHARED)) | {"lists": "jobs"}

@@ -22,6 +22,6 @@ def test_a_limit_is_shown_in_the_unit_that_its_name_ends_with() -> None:
 
 
 def test_there_are_as_many_classes_and_levels_in_lua() -> None:
-    prelude = (ROOT / "src/penstock/queue/scripts/prelude.lua").read_text()
+    prelude = (ROOT / "src/penstock/queue/scripts/shared/prelude.lua").read_text()
     assert sizes.value_in_lua(prelude, "CLASSES") == NUM_PRIORITIES
     assert sizes.value_in_lua(prelude, "LEVELS") == NUM_LEVELS

@@ -12,7 +12,7 @@ from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.priority import NUM_LEVELS, class_of_level, is_background
 
 RATE_MS = 60_000
-"""A job that ended so long ago counts e times less in a rate than one that ends now, as in queue.lua."""
+"""A job that ended so long ago counts e times less in a rate than one that ends now, as in rare.lua."""
 _LEAST_RATE_MS = 1_000
 """The shortest time over which a rate is known."""
 OPEN = "open"
@@ -87,7 +87,7 @@ class CountedJobs(NamedTuple):
 
     now_ms: int
     fields: Mapping[str, str]
-    """Of a tag, its counts as queue.lua writes them."""
+    """Of a tag, its counts as rare.lua writes them."""
     rows: Sequence[tuple[str, str, int]]
     """(state, level, jobs). Level '' stands for jobs of which only the state is counted; -1 jobs for too many to look
     at."""

@@ -15,9 +15,9 @@ from penstock.contract.errors import RequestError
 Period = Literal["day", "hour"]
 """What a row of a report sums up: a day or an hour, in UTC."""
 MAX_DAYS = 92
-"""Days for which usage is kept; equals USAGE_DAYS of prelude.lua."""
+"""Days for which usage is kept; equals USAGE_DAYS of ending.lua."""
 MAX_HOURS = 72
-"""Hours for which usage by hour is kept; equals USAGE_HOURS of prelude.lua."""
+"""Hours for which usage by hour is kept; equals USAGE_HOURS of ending.lua."""
 MAX_PAGE_ROWS = 10_000
 _DAY_S, _HOUR_S = 86_400, 3_600
 _PERIOD_S: dict[Period, int] = {"day": _DAY_S, "hour": _HOUR_S}

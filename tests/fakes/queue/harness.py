@@ -28,7 +28,7 @@ TENANT = "default"
 LEASE_MS = 12_000
 """Long enough for a busy machine: within a quarter of it tests do what must not take long."""
 SLOT_MS = 5000
-"""Tokens used are counted in slots of time of this length; queue.lua has the same value."""
+"""Tokens used are counted in slots of time of this length; waiting.lua has the same value."""
 CONFIG: dict[str, Any] = {
     "lease_ms": LEASE_MS,
     "abandon_after_ms": 30_000,

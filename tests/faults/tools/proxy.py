@@ -24,8 +24,7 @@ from penstock.queue.broker import scripts
 Address = str | tuple[str, int]
 READ_BYTES = 1 << 16
 _FILES = (resources.files("penstock.queue") / "scripts").iterdir()
-_SHARED = ("prelude.lua", "queue.lua", "__init__.py")
-_SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name not in _SHARED]
+_SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name.endswith(".lua")]
 _BY_DIGEST = {hashlib.sha1(scripts.source(name).encode()).hexdigest().encode(): name for name in _SCRIPTS}
 _BY_SOURCE = {scripts.source(name).encode(): name for name in _SCRIPTS}
 

@@ -8,13 +8,13 @@ from importlib.resources import files
 import pytest
 from redis.asyncio import Redis
 
-from penstock.queue.broker.script_text import source, whole_source
+from penstock.queue.broker.script_text import SHARED_PARTS, shared_text, source, whole_source
 
-SHARED = ("prelude", "queue")
-PARTS = {
-    path.name.removesuffix(".lua"): path.read_text() for path in files("penstock.queue").joinpath("scripts").iterdir()
-}
-SCRIPTS = sorted(PARTS.keys() - {*SHARED, "__pycache__"})
+SCRIPTS = sorted(
+    path.name.removesuffix(".lua")
+    for path in files("penstock.queue").joinpath("scripts").iterdir()
+    if path.name.endswith(".lua")
+)
 
 
 def _defined_in(text: str) -> set[str]:
@@ -31,11 +31,10 @@ def test_a_script_has_each_shared_definition_that_it_names(name: str) -> None:
     assert not left_out & {*used, *(word.partition(".")[0] for word in used)}
 
 
-@pytest.mark.parametrize("part", SHARED)
+@pytest.mark.parametrize("part", SHARED_PARTS)
 def test_a_block_defines_what_is_declared_before_it(part: str) -> None:
-    text = re.sub(r"^ *--.*\n", "", PARTS[part], flags=re.MULTILINE)
+    text = re.sub(r"^ *--.*\n", "", shared_text(part), flags=re.MULTILINE)
     blocks = re.findall(r"^local (?!function)([\w, ]+?)(?: = [^\n]*)?\ndo\n(.*?)^end$", text, re.MULTILINE | re.DOTALL)
-    assert blocks
     for declared, body in blocks:
         defined = {name.partition(".")[0] for name in re.findall(r"^  function ([\w.]+)\(", body, re.MULTILINE)}
         assert defined <= set(declared.split(", "))

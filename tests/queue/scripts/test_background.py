@@ -16,7 +16,7 @@ from penstock.queue.broker.producer import Submission
 RATE = 100.0
 """KV tokens of cost that the node completes per second."""
 MAX_READY = 128
-"""As in queue.lua."""
+"""As in waiting.lua."""
 
 
 async def paced(queue: Queue, **config: Any) -> FakeNode:

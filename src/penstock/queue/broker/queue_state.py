@@ -32,10 +32,10 @@ _COMMANDS = 64
 """Commands that Redis runs for a read before it serves other clients."""
 _LEVELS = range(NUM_LEVELS)
 _LEVEL_STEP = 10**13
-"""In P:awaiting:<t>, a level's jobs have the scores from its number × this on; queue.lua has the same value."""
+"""In P:awaiting:<t>, a level's jobs have the scores from its number × this on; rare.lua has the same value."""
 _LANE = re.compile(rb"[0-5]:[A-Za-z0-9_-]{1,64}")
 _RELEASE_MS = 20
-"""A lane with due jobs is looked at again after this time; queue.lua has the same value."""
+"""A lane with due jobs is looked at again after this time; waiting.lua has the same value."""
 
 Command = tuple[Any, ...]
 """A method of the Redis client, and its arguments."""

@@ -1,7 +1,7 @@
 """The text of each Lua script: its own file, behind the shared definitions that it uses.
 
-Lua creates every function of a script anew at each call, also those that the call does not use. With all of prelude.lua
-and queue.lua, that was a quarter of Redis's time for a short job.
+Lua creates every function of a script anew at each call, also those that the call does not use. With all shared
+definitions, that was a quarter of Redis's time for a short job.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
+_EVERYWHERE = ("prelude", "messages")
+_QUEUEING = ("damage", "jobs", "writes", "virtual_time", "lists", "queue", "waiting", "rare", "stored", "ending")
+SHARED_PARTS = (*_EVERYWHERE, *_QUEUEING)
+"""In their order: a part uses those before it."""
 _WITHOUT_QUEUE = frozenset(
     (
         "attach",
@@ -27,7 +31,7 @@ _WITHOUT_QUEUE = frozenset(
         "webhooks",
     )
 )
-"""Scripts that neither queue nor end a job. They omit queue.lua."""
+"""Scripts that neither queue nor end a job."""
 _WITHOUT_POOL = frozenset(("files",))
 """Scripts whose keys belong to no pool. They are whole in themselves."""
 
@@ -49,7 +53,7 @@ class _Definition(NamedTuple):
     @property
     def is_declaration(self) -> bool:
         """Whether this declares names without a function, so that a `do` block may follow and define them."""
-        return bool(self.names) and "function " not in self.text.partition("\n")[0]
+        return bool(self.names) and "function" not in self.text.partition("\n")[0]
 
 
 # Of one user, or of our own code and files.
@@ -57,16 +61,18 @@ class _Definition(NamedTuple):
 def source(name: str) -> str:
     """Return a script's text, preceded by the shared definitions that it uses.
 
-    What follows prelude.lua is a function of its own. A new function that uses a name from outside of that copies a
-    pointer; for a name inside of it Lua searches all names that are in use.
+    What follows the parts that all scripts share is a function of its own. A new function that uses a name from outside
+    of that copies a pointer; for a name inside of it Lua searches all names that are in use.
     """
-    own = _part(name)
+    own = _text(f"{name}.lua")
     used = _used(name, own)
-    parts = ["\n".join(one.text for one in _definitions(part) if one in used) for part in _shared_parts(name)]
-    if len(parts) < 2:
-        return "\n".join((*parts, own))
-    prelude, queue = parts
-    return "\n".join((prelude, "return (function()", queue, own, "end)()"))
+    texts = {part: "\n".join(one.text for one in _definitions(part) if one in used) for part in _shared_parts(name)}
+    everywhere, queueing = (
+        "\n".join(texts[part] for part in parts if part in texts) for parts in (_EVERYWHERE, _QUEUEING)
+    )
+    if not queueing:
+        return "\n".join(filter(None, (everywhere, own)))
+    return "\n".join((everywhere, "return (function()", queueing, own, "end)()"))
 
 
 def _used(name: str, own: str) -> set[_Definition]:
@@ -82,17 +88,24 @@ def _used(name: str, own: str) -> set[_Definition]:
 
 def whole_source(name: str) -> str:
     """Return a script's text behind the whole shared parts, for tools that read it."""
-    return "\n".join(map(_part, (*_shared_parts(name), name)))
+    return "\n".join((*(shared_text(part) for part in _shared_parts(name)), _text(f"{name}.lua")))
+
+
+def shared_text(part: str) -> str:
+    """Return the text of a shared part."""
+    return _text(f"shared/{part}.lua")
 
 
 def _shared_parts(name: str) -> tuple[str, ...]:
-    return () if name in _WITHOUT_POOL else ("prelude",) if name in _WITHOUT_QUEUE else ("prelude", "queue")
+    if name in _WITHOUT_POOL:
+        return ()
+    return _EVERYWHERE if name in _WITHOUT_QUEUE else SHARED_PARTS
 
 
 # Of one user, or of our own code and files.
 @cache
-def _part(name: str) -> str:
-    return (resources.files("penstock.queue") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+def _text(path: str) -> str:
+    return (resources.files("penstock.queue") / "scripts" / path).read_text(encoding="utf-8")
 
 
 # Of one user, or of our own code and files.
@@ -103,7 +116,7 @@ def _definitions(part: str) -> list[_Definition]:
     A `do` block defines the names of the `local` statement before it, and belongs to it.
     """
     found: list[_Definition] = []
-    for text in _statements(_part(part)):
+    for text in _statements(shared_text(part)):
         names = _defined(text)
         if text.startswith("do") and found and found[-1].is_declaration:
             names, text = found[-1].names, f"{found[-1].text}\n{text}"
