@@ -73,11 +73,14 @@ function paused.num_of_tenants(level)
   return num_jobs
 end
 
+-- The levels in which this call found that no job waits. It adds none while it looks.
+local empty_levels = {}
+
 local function depths()
   local depth = {}
   for level = 0, LEAST_URGENT do
     local is_paused = paused.of_pool or paused.levels[tostring(level)]
-    local num_waiting = is_paused and 0 or redis.call('ZCARD', P .. ':waiting:' .. level)
+    local num_waiting = (is_paused or empty_levels[level]) and 0 or redis.call('ZCARD', P .. ':waiting:' .. level)
     depth[level + 1] = num_waiting > 0 and math.max(0, num_waiting - paused.num_of_tenants(level)) or 0
   end
   return depth
@@ -345,8 +348,11 @@ do
   function paused.reader_by_age(examined, level)
     if paused.levels[tostring(level)] then return function() end end
     -- A pool whose index of a level is lost still has the queues of its tenants.
-    if not next(paused.tenants) and redis.call('ZCARD', P .. ':waiting:' .. level) > 0 then
-      return reader_of_index(examined, new_count(MAX_SKIPPED), {level = tostring(level)}, P .. ':waiting:' .. level)
+    if not next(paused.tenants) then
+      empty_levels[level] = redis.call('ZCARD', P .. ':waiting:' .. level) == 0
+      if not empty_levels[level] then
+        return reader_of_index(examined, new_count(MAX_SKIPPED), {level = tostring(level)}, P .. ':waiting:' .. level)
+      end
     end
     local readers, heads = {}, {}
     local found = paused.tenants_of(level)
