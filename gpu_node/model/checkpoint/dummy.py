@@ -61,7 +61,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 _NUM_NORMALS = 8_388_593
-"""Numbers that are drawn once; all matrices repeat them. A prime, so that rows of a matrix are not alike."""
+"""Numbers that all matrices repeat. A prime, so that rows of a matrix are not alike."""
+_BLOCK = 1 << 14
+"""Numbers that are drawn at once, when a tensor needs them. A small model needs few of them."""
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -75,24 +77,32 @@ class RandomWeights:
     """Makes tensors in bfloat16 that keep the scale of activations: the same for the same name and shape."""
 
     def __init__(self) -> None:
-        self._normals = np.random.default_rng(0).standard_normal(_NUM_NORMALS, np.float32)
-        self._scaled: dict[int, NDArray[np.uint16]] = {}
+        self._drawn: dict[int, NDArray[np.float32]] = {}
+        self._scaled: dict[tuple[int, int], NDArray[np.uint16]] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return a tensor's bytes. Norms are 1 and biases 0; a matrix is normal with variance 1 / columns."""
         if len(shape) == 1:
             return _bfloat16(np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)).view(np.uint8)
         columns, total = shape[-1], int(np.prod(shape))
-        if columns not in self._scaled:
-            self._scaled[columns] = _bfloat16(self._normals * np.float32(columns**-0.5))
-        numbers, values = self._scaled[columns], np.empty(total, np.uint16)
+        values = np.empty(total, np.uint16)
         # Tensors begin at different numbers.
         first, at = crc32(name.encode()) % _NUM_NORMALS, 0
         while at < total:
-            part = numbers[first : first + total - at]
+            block, start = divmod(first, _BLOCK)
+            part = self._block(block, columns)[start : start + total - at]
             values[at : at + len(part)] = part
-            first, at = 0, at + len(part)
+            first, at = (first + len(part)) % _NUM_NORMALS, at + len(part)
         return values.view(np.uint8)
+
+    def _block(self, block: int, columns: int) -> NDArray[np.uint16]:
+        """Return numbers for a matrix with so many columns."""
+        if (block, columns) not in self._scaled:
+            if block not in self._drawn:
+                count = min(_BLOCK, _NUM_NORMALS - block * _BLOCK)
+                self._drawn[block] = np.random.default_rng(block).standard_normal(count, np.float32)
+            self._scaled[block, columns] = _bfloat16(self._drawn[block] * np.float32(columns**-0.5))
+        return self._scaled[block, columns]
 
 
 def dummy_folder(model: str) -> Path:
