@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -61,9 +62,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 _NUM_NORMALS = 8_388_593
-"""Numbers that all matrices repeat. A prime, so that rows of a matrix are not alike."""
-_BLOCK = 1 << 14
-"""Numbers that are drawn at once, when a tensor needs them. A small model needs few of them."""
+"""Numbers that are drawn once; all matrices repeat them. A prime, so that rows of a matrix are not alike."""
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -77,8 +76,7 @@ class RandomWeights:
     """Makes tensors in bfloat16 that keep the scale of activations: the same for the same name and shape."""
 
     def __init__(self) -> None:
-        self._drawn: dict[int, NDArray[np.float32]] = {}
-        self._scaled: dict[tuple[int, int], NDArray[np.uint16]] = {}
+        self._scaled: dict[int, NDArray[np.uint16]] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return a tensor's bytes. Norms are 1 and biases 0; a matrix is normal with variance 1 / columns."""
@@ -89,20 +87,28 @@ class RandomWeights:
         # Tensors begin at different numbers.
         first, at = crc32(name.encode()) % _NUM_NORMALS, 0
         while at < total:
-            block, start = divmod(first, _BLOCK)
-            part = self._block(block, columns)[start : start + total - at]
+            part = self._numbers(columns, first, min(total - at, _NUM_NORMALS - first))
             values[at : at + len(part)] = part
-            first, at = (first + len(part)) % _NUM_NORMALS, at + len(part)
+            first, at = 0, at + len(part)
         return values.view(np.uint8)
 
-    def _block(self, block: int, columns: int) -> NDArray[np.uint16]:
-        """Return numbers for a matrix with so many columns."""
-        if (block, columns) not in self._scaled:
-            if block not in self._drawn:
-                count = min(_BLOCK, _NUM_NORMALS - block * _BLOCK)
-                self._drawn[block] = np.random.default_rng(block).standard_normal(count, np.float32)
-            self._scaled[block, columns] = _bfloat16(self._drawn[block] * np.float32(columns**-0.5))
-        return self._scaled[block, columns]
+    def _numbers(self, columns: int, first: int, count: int) -> NDArray[np.uint16]:
+        """Return numbers of a matrix with so many columns. Those of large matrices are scaled all at once, and kept."""
+        scale = np.float32(columns**-0.5)
+        if count < _NUM_NORMALS // 8 and columns not in self._scaled:
+            return _bfloat16(_normals()[first : first + count] * scale)
+        if columns not in self._scaled:
+            self._scaled[columns] = _bfloat16(_normals() * scale)
+        return self._scaled[columns][first : first + count]
+
+
+# Of one user: it has no key.
+@cache
+def _normals() -> NDArray[np.float32]:
+    """Draw the numbers. They stay in memory, in 32 MiB: a process may make several models."""
+    numbers = np.random.default_rng(0).standard_normal(_NUM_NORMALS, np.float32)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def dummy_folder(model: str) -> Path:
