@@ -20,6 +20,8 @@ from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, best_isa, cpu_flags
 ISAS: tuple[Isa, ...] = ("avx512", "avx2")
 """Those with kernels of their own. avx512_vnni is avx512 with another product of bf16: test_instruction_sets.py."""
 SINGLE_KERNELS = Path(__file__).with_name("single_kernels.cpp")
+SPINS = 20
+"""How often a thread looks before it sleeps. Tests run more threads than there are cores, so a spin delays others."""
 SANITIZE = "PENSTOCK_TEST_SANITIZE"
 """Names the sanitizers that the kernels are built with; the process must have preloaded their libraries."""
 
@@ -43,7 +45,7 @@ def built(isa: Isa) -> Path:
 
 @cache
 def _library(isa: Isa, flags: tuple[str, ...]) -> Path:
-    extras: Any = {"extra_flags": flags, "extra_sources": (SINGLE_KERNELS,)}
+    extras: Any = {"extra_flags": (f"-DPENSTOCK_SPINS={SPINS}", *flags), "extra_sources": (SINGLE_KERNELS,)}
     return library_path(isa, cache_folder() / "native", lambda fraction: None, **extras)
 
 

@@ -60,7 +60,10 @@ def test_readme_has_examples_of_every_interface() -> None:
 
 
 @pytest.mark.parametrize("example", [example for _, example in EXAMPLES], ids=NAMES)
-def test_example_of_the_readme_runs_unchanged(http_url: str, demo_file: Path, example: str) -> None:
+def test_example_of_the_readme_runs_unchanged(
+    http_url: str, demo_file: Path, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Some examples write files.
     example = example.replace(ADDRESS, http_url.removeprefix("http://")).replace(MODEL, repr(str(demo_file)))
     if ".embed(" in example or ".rerank(" in example:  # the demo model is for chats, so that warns
         example = f"import warnings\nwarnings.filterwarnings('ignore', '.* is for chat')\n{example}"

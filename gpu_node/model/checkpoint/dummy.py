@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -75,7 +76,6 @@ class RandomWeights:
     """Makes tensors in bfloat16 that keep the scale of activations: the same for the same name and shape."""
 
     def __init__(self) -> None:
-        self._normals = np.random.default_rng(0).standard_normal(_NUM_NORMALS, np.float32)
         self._scaled: dict[int, NDArray[np.uint16]] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -83,16 +83,32 @@ class RandomWeights:
         if len(shape) == 1:
             return _bfloat16(np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)).view(np.uint8)
         columns, total = shape[-1], int(np.prod(shape))
-        if columns not in self._scaled:
-            self._scaled[columns] = _bfloat16(self._normals * np.float32(columns**-0.5))
-        numbers, values = self._scaled[columns], np.empty(total, np.uint16)
+        values = np.empty(total, np.uint16)
         # Tensors begin at different numbers.
         first, at = crc32(name.encode()) % _NUM_NORMALS, 0
         while at < total:
-            part = numbers[first : first + total - at]
+            part = self._numbers(columns, first, min(total - at, _NUM_NORMALS - first))
             values[at : at + len(part)] = part
             first, at = 0, at + len(part)
         return values.view(np.uint8)
+
+    def _numbers(self, columns: int, first: int, count: int) -> NDArray[np.uint16]:
+        """Return numbers of a matrix with so many columns. Those of large matrices are scaled all at once, and kept."""
+        scale = np.float32(columns**-0.5)
+        if count < _NUM_NORMALS // 8 and columns not in self._scaled:
+            return _bfloat16(_normals()[first : first + count] * scale)
+        if columns not in self._scaled:
+            self._scaled[columns] = _bfloat16(_normals() * scale)
+        return self._scaled[columns][first : first + count]
+
+
+# Of one user: it has no key.
+@cache
+def _normals() -> NDArray[np.float32]:
+    """Draw the numbers. They stay in memory, in 32 MiB: a process may make several models."""
+    numbers = np.random.default_rng(0).standard_normal(_NUM_NORMALS, np.float32)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def dummy_folder(model: str) -> Path:

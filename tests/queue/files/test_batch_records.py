@@ -42,6 +42,14 @@ async def pass_on(redis: Any, batches: BatchRecords, lease: BatchLease) -> Batch
     return other
 
 
+async def test_a_lease_that_was_given_back_is_not_renewed(redis: Redis) -> None:
+    batches, lease = await taken(redis)
+    await batches.release(lease)
+    await batches.keep([lease], 6.0, 1.0)
+    (other,), _ = await batches.take(5, 6.0, 0.0)
+    assert other.batch_id == lease.batch_id
+
+
 async def test_a_lease_ends_in_time_although_redis_clock_jumped_back(redis: Any) -> None:
     batches, lease = await taken(redis)
     assert (await batches.take(5, 6.0, 0.0))[0] == []

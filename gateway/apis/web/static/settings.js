@@ -13,6 +13,7 @@ const model = byId("model");
 const NO_TEMPLATE = "This model has no chat template. It continues your text, without system prompt, tools and schema.";
 const NO_MODEL = "No model is served yet. Start a node.";
 let models; // model → what it is good for; undefined until the list was read
+let numReadings = 0; // of the list
 let chosen = ""; // also a model that nothing serves, if a conversation has it
 let isOfConversation = false; // whether the settings are those of a conversation, and not of a new one
 
@@ -21,13 +22,15 @@ export class SettingError extends Error {}
 
 /** Fill the list of models, for example after the API key changed. */
 export async function loadModels() {
+  const reading = ++numReadings;
   try {
     const { data } = await (await request("v1/models")).json();
+    if (reading !== numReadings) return; // A newer list may be shown already.
     // A node of an earlier release says nothing.
     models = new Map(data.map((one) => [one.id, one.capabilities?.length ? one.capabilities : ["chat"]]));
     showModels();
   } catch (error) {
-    byId("model-note").textContent = wordsOf(error);
+    if (reading === numReadings) byId("model-note").textContent = wordsOf(error);
   }
 }
 

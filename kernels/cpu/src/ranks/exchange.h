@@ -52,7 +52,7 @@ struct alignas(64) SharedWord {
   }
 
   // As in WaitWord.
-  static constexpr int kSpins = 2000;
+  static constexpr int kSpins = PENSTOCK_SPINS;
 
  private:
   static constexpr int64_t kLookNs = 100'000'000;
@@ -136,7 +136,7 @@ class Exchange {
 
   // Sleeping and waking up takes as long as a matrix of a small step. So where spinning has helped, the next spin may take
   // longer, up to some 400 µs. Where a rank lacks a core, spinning only takes the core from it, and soon ends.
-  static constexpr int kLeastSpins = 250, kMostSpins = 16000;
+  static constexpr int kLeastSpins = PENSTOCK_SPINS / 8, kMostSpins = 8 * PENSTOCK_SPINS;
 
   const int rank_, size_;
   int spins_ = SharedWord::kSpins;

@@ -11,6 +11,11 @@
 #include <climits>
 #include <cstdint>
 
+// Tests start more threads than the machine has cores, so they build with fewer.
+#ifndef PENSTOCK_SPINS
+#define PENSTOCK_SPINS 2000
+#endif
+
 namespace penstock {
 
 inline int64_t clock_ns(clockid_t clock) {
@@ -53,7 +58,7 @@ class alignas(64) WaitWord {
  private:
   // 20 to 100 µs, depending on the CPU's `pause`. While all threads of a team have a core, they reach a barrier
   // within this time. On a busy machine, a longer spin would take the core from the thread that the others wait for.
-  static constexpr int kSpins = 2000;
+  static constexpr int kSpins = PENSTOCK_SPINS;
 
   std::atomic<uint32_t> value_{0};
   std::atomic<int> sleepers_{0};

@@ -199,5 +199,7 @@ class BatchLease:
     status: str = ""
     is_paused: bool = False
     is_lost: bool = False
+    is_released: bool = False
+    """Whether its holder gives it back. It is not renewed then: the next holder would wait for its end."""
     waiting: str = ""
     rows_per_s: float = 0.0

@@ -275,7 +275,8 @@ class BatchRecords:
         await call_script(self._redis, "told", ends=[" ".join(one) for one in ends])
 
     async def keep(self, leases: Sequence[BatchLease], lease_s: float, now_s: float) -> None:
-        """Renew leases, and note in each what became of it."""
+        """Renew leases but for those that are given back, and note in each what became of it."""
+        leases = [one for one in leases if not one.is_released]
         asked = [[one.batch_id, one.token, one.waiting, f"{one.rows_per_s:.3f}"] for one in leases]
         answer = await call_script(self._redis, "keep", leases=asked, lease_ms=int(1000 * lease_s))
         for lease, (status, paused) in zip(leases, answer[1], strict=True):
@@ -287,6 +288,7 @@ class BatchRecords:
 
     async def release(self, lease: BatchLease) -> None:
         """Let any process take a batch at once."""
+        lease.is_released = True
         await call_script(self._redis, "release", id=lease.batch_id, token=lease.token)
 
     @retried

@@ -101,7 +101,8 @@ class Playground:
         self.model.select_option(model)
 
     def ask(self, text: str) -> None:
-        """Send a message."""
+        """Send a message. A page that was just loaded may still read on the answer before: it sends none then."""
+        expect(self.page.get_by_role("button", name="Send")).to_be_visible()
         self.prompt.fill(text)
         self.prompt.press("Enter")
 

@@ -21,14 +21,15 @@ USES = {BASE: ["completion"], EMBEDDER: ["embed"], MODEL: ["chat", "completion",
 """By the order of their names, the model that chats is the last one."""
 
 
+def answer(route: Route, uses: dict[str, list[str]]) -> None:
+    """Answer with a list that has these models, and what each is good for."""
+    data = [{"id": name, "object": "model", "capabilities": words} for name, words in uses.items()]
+    route.fulfill(json={"object": "list", "data": data})
+
+
 def serve(page: Page, uses: dict[str, list[str]]) -> None:
-    """Let the list of models have these, and what each is good for."""
-
-    def answer(route: Route) -> None:
-        data = [{"id": name, "object": "model", "capabilities": words} for name, words in uses.items()]
-        route.fulfill(json={"object": "list", "data": data})
-
-    page.route(MODELS, answer)
+    """Let the list of models be this one from now on: the newest route of an address comes first."""
+    page.route(MODELS, lambda route: answer(route, uses))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,6 @@ def test_a_model_that_is_gone_is_named_and_taken_again_once_it_is_back(chat: Pla
     chat.model.select_option(BASE)
     chat.ask("hello")
     assert chat.wait_end() == "hello"
-    page.unroute(MODELS)
     serve(page, {MODEL: USES[MODEL]})
     page.reload()
     gone = f"No node serves the model {BASE} any more."
@@ -92,18 +92,36 @@ def test_a_model_that_is_gone_is_named_and_taken_again_once_it_is_back(chat: Pla
     chat.ask("again")
     expect(page.locator("#chat-note")).to_contain_text(gone)
     expect(chat.prompt).to_have_value("again")
-    page.unroute(MODELS)
     serve(page, USES)
     chat.prompt.press("Enter")
     expect(page.locator("#model-note")).to_contain_text("has no chat template")
     chat.prompt.press("Enter")
     expect(chat.answer.locator(".said")).to_contain_text("again")
     # A new conversation does not insist on it.
-    page.unroute(MODELS)
     serve(page, {MODEL: USES[MODEL]})
     page.goto(page.url.partition("#")[0])
     page.reload()
     expect(chat.model).to_have_value(MODEL)
+
+
+def test_an_older_list_of_models_that_comes_late_is_not_shown(chat: Playground) -> None:
+    page, late = chat.page, list[Route]()
+
+    def hold(route: Route) -> None:
+        late.append(route)
+
+    page.route(MODELS, hold)
+    with page.expect_request(MODELS):
+        page.reload()
+    serve(page, USES)
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    expect(chat.model.locator("option")).to_have_count(len(USES))
+    with page.expect_response(MODELS):
+        answer(late[0], {"another-model": ["chat"]})
+    chat.model.select_option(BASE)
+    chat.ask("hello")
+    assert chat.wait_end() == "hello"
+    expect(chat.model.locator("option")).to_have_count(len(USES))
 
 
 def test_a_base_model_continues_the_text_and_outlives_a_reload(chat: Playground, base: EchoEngine) -> None:
