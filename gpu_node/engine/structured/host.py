@@ -52,6 +52,7 @@ class MaskHost:
         self._processes = GrammarProcesses(
             # Packed before the node serves: it holds the GIL for 10 to 30 ms for a text of 3 MB.
             protocol.frame([tokenizer, vocab_size, list(eos_token_ids)]),
+            protocol.mask_bytes_of(vocab_size),
             lanes=self._lanes,
             selector=self._selector,
             counts=self.counts,

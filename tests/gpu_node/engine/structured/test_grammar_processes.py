@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import compiler, processes, protocol
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured.shared_page import SharedPage
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, TrialResult
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ def test_a_grammar_of_calls_that_is_too_large_is_refused_by_name(engine: Engine)
 
 def test_a_large_message_is_not_copied_at_each_partial_send() -> None:
     node, other = socket.socketpair()
-    worker = Worker(node, mmap.mmap(-1, mmap.PAGESIZE))
+    worker = Worker(node, SharedPage(-1, 0))
     worker.send([b"x" * (8 * MIB)])
     tracemalloc.start()
     try:
