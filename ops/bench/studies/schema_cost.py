@@ -2,7 +2,7 @@
 
 One server with the demo model. Turns of 16 streams with a schema alternate with turns without one; each has the same
 prompts and numbers of tokens. Printed are the ratio of their tokens per second, with its 95 % interval, and the
-CPU time a token of the node, of its grammar processes and of the whole server. On a busy machine the CPU time says more.
+CPU time a token of the node, of its grammar processes and of the server. On a busy machine the CPU time says more.
 """
 
 from __future__ import annotations
