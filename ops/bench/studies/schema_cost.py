@@ -68,18 +68,21 @@ def server() -> Iterator[tuple[int, int]]:
         port: int = taken.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"PENSTOCK_RUNTIME_DIR": folder}
-        command = [sys.executable, "-m", "penstock", "serve", "--port", str(port)]
+        command = [sys.executable, "-m", "penstock", "serve", "--ephemeral", "--port", str(port)]
         with subprocess.Popen(command, env=env, stdout=sys.stderr) as process:
             try:
+                _wait_until_ready(process, port)
                 yield process.pid, port
             finally:
                 process.terminate()
 
 
-def wait_until_ready(port: int) -> None:
-    """Raise TimeoutError if the server does not answer in time."""
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    """Raise RuntimeError if the server ends, TimeoutError if it does not answer in time."""
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
         try:
             urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=5).close()
             return
@@ -150,7 +153,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     with server() as (pid, port):
-        wait_until_ready(port)
         measure(pid, port, options.rounds)
 
 
