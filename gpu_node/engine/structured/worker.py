@@ -48,8 +48,7 @@ class Matching:
     def __init__(self, tokenizer: LLTokenizer, special: Sequence[int], compiler: Compiler, page: SharedPage) -> None:
         """`special`: the ids of the special tokens. `page` gets the masks."""
         self._tokenizer = tokenizer
-        self._special_bytes = [(start, end, bytes(end - start)) for start, end in _byte_ranges(special)]
-        """Where the bits of special tokens stand in a mask, and the bytes there if none of them is allowed."""
+        self._special_bits = _special_bits(special)
         self._compiler = compiler
         self._matchers: dict[int, LLMatcher] = {}
         self._page = page
@@ -80,8 +79,11 @@ class Matching:
         if mask == self._nothing:
             return EMPTY, b""
         # To look for a single bit takes as long as many a mask, so the few bytes with special tokens come first.
-        has_special = any(mask[start:end] != none for start, end, none in self._special_bytes)
-        only = _only_bit(mask) if has_special else None
+        only = None
+        for start, end, bits in self._special_bits:
+            if int.from_bytes(mask[start:end], "little") & bits:
+                only = _only_bit(mask)
+                break
         if only is not None and self._is_mistaken(matcher, only):
             mask = self._spelled(matcher)
             if has_slot:
@@ -117,14 +119,16 @@ class Matching:
 _MAX_GAP_BYTES = 64
 
 
-def _byte_ranges(token_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of bytes of a mask that hold the bits of these tokens. Close ones are one range."""
-    ranges: list[tuple[int, int]] = []
-    for at in sorted({token_id // 8 for token_id in token_ids}):
-        if ranges and at - ranges[-1][1] <= _MAX_GAP_BYTES:
-            ranges[-1] = ranges[-1][0], at + 1
-        else:
-            ranges.append((at, at + 1))
+def _special_bits(token_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return where the bits of these tokens stand in a mask: first byte, byte after the last one, and the bits there.
+
+    Close bytes are one range. Most vocabularies have their special tokens in one or two ranges, beside ordinary ones.
+    """
+    ranges: list[tuple[int, int, int]] = []
+    for token_id in sorted(token_ids):
+        at = token_id // 8
+        start, end, bits = ranges.pop() if ranges and at - ranges[-1][1] <= _MAX_GAP_BYTES else (at, at, 0)
+        ranges.append((start, max(end, at + 1), bits | 1 << token_id - 8 * start))
     return ranges
 
 
