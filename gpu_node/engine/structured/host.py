@@ -227,7 +227,8 @@ class MaskHost:
         if self._masks is not None:
             return min(_POLL_S, max(0.0, self._due_s - now_s))
         self._is_idle = now_s - self._active_s > _IDLE_AFTER_S and not self._processes.is_busy
-        return None if self._is_idle else _POLL_S
+        # A step that begins meanwhile needs this thread for its masks, which wake it, and to end its wait.
+        return None if self._is_idle else PATIENCE_S
 
 
 def _patience_s(masks: GuidedMasks) -> float:

@@ -2,7 +2,7 @@
 
 It does one task after the other, until a limit kills it, and knows no steps: `host.py` decides when a mask is wanted.
 The worker writes the number of its current task into a shared page, which identifies the faulty task after a kill.
-Masks stand in that page too. Replies leave in batches, at the end of a message or after a millisecond.
+Masks stand in that page too. Replies leave in batches, at the end of a message or after a millisecond of work.
 """
 
 from __future__ import annotations
@@ -286,7 +286,8 @@ def _with_options(rule: str) -> str:
 
 
 _MIB = 1 << 20
-_REPLY_WITHIN_S = 0.001
+_REPLY_AFTER_CPU_S, _REPLY_WITHIN_S = 0.001, 0.005
+"""Replies leave after so much processor time of tasks, or so much time. On a busy machine a task may take long."""
 _MEASURED_CPU_S = 0.004
 """Memory is measured after this much processor time. In less, tasks cannot have taken much."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -316,7 +317,8 @@ class WorkerLoop:
         self._compiler = Compiler(tokenizer)
         self._matching = Matching(tokenizer, special, self._compiler, page)
         self._replies: list[Any] = []
-        self._replied_s = 0.0
+        self._replied_s = self._unreplied_s = 0.0
+        """When replies last left, on the monotonic clock, and the processor time since then."""
         self._unmeasured_s = 0.0
         """Processor time since memory was last measured."""
 
@@ -345,7 +347,8 @@ class WorkerLoop:
         if self._unmeasured_s > _MEASURED_CPU_S:
             memory, self._unmeasured_s = _statm(_RESIDENT), 0.0
         self._replies.append([number, answer, cpu_s, memory])
-        if time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
+        self._unreplied_s += cpu_s
+        if self._unreplied_s > _REPLY_AFTER_CPU_S or time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
             self._reply()
 
     def _answer(self, name: str, arguments: list[Any]) -> Any:
@@ -360,7 +363,7 @@ class WorkerLoop:
         return TrialRun(self._compiler).run(*arguments)
 
     def _reply(self) -> None:
-        self._replied_s = time.monotonic()
+        self._replied_s, self._unreplied_s = time.monotonic(), 0.0
         if self._replies:
             self._node.sendall(frame(self._replies))
             self._replies.clear()
