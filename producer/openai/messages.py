@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -116,7 +117,9 @@ def _named(message: object, number: int, unanswered: list[object]) -> object:
 
 
 def _given_arguments(value: object) -> object:
-    # Some servers write a call without arguments as "" or null.
+    # Some servers write arguments as an object (Ollama), and a call without any as "" or null.
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
     return "{}" if value is None or (isinstance(value, str) and not value.strip()) else value
 
 

@@ -43,10 +43,15 @@ def scripted_answer(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def in_format(form: ToolFormat, answer: str) -> str:
-    """Return an answer of a script, whose calls have the format hermes, as a model of another format writes it."""
+    """Return an answer of a script, whose calls have the format hermes, as a model of another format writes it.
+
+    An answer without such calls stays as it is.
+    """
     if form == FORMATS["hermes"]:
         return answer
     said = AnswerFormat(FORMATS["hermes"]).read(answer)
+    if not said.calls:
+        return answer
     return said.content + written_calls(form, [(call.name, json.loads(call.arguments)) for call in said.calls])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import compiler, protocol
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes
 from penstock.gpu_node.engine.structured.process import Worker
+from penstock.gpu_node.engine.structured.shared_page import NO_SLOT, SharedPage
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
 
 MIB = 1 << 20
@@ -138,7 +138,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
-        self.worker = Worker(self._ends[0], mmap.mmap(-1, mmap.PAGESIZE))
+        self.worker = Worker(self._ends[0], SharedPage(-1, 0))
         self.lanes = Lanes(GrammarCounts())
 
     def reply(self, grammar: Grammar, cpu_s: float, memory: int) -> None:
@@ -152,7 +152,7 @@ class _Lane:
 
 
 def _task_of(grammar: Grammar) -> Any:
-    return SimpleNamespace(grammar=grammar, guide=None, num_tokens=0, is_rebuilt=False)
+    return SimpleNamespace(grammar=grammar, guide=None, num_tokens=0, is_rebuilt=False, slot=NO_SLOT)
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ class MaskHost:
         self._processes = GrammarProcesses(
             # Packed before the node serves: it holds the GIL for 10 to 30 ms for a text of 3 MB.
             protocol.frame([tokenizer, vocab_size, list(eos_token_ids)]),
+            protocol.mask_bytes_of(vocab_size),
             lanes=self._lanes,
             selector=self._selector,
             counts=self.counts,
@@ -226,7 +227,8 @@ class MaskHost:
         if self._masks is not None:
             return min(_POLL_S, max(0.0, self._due_s - now_s))
         self._is_idle = now_s - self._active_s > _IDLE_AFTER_S and not self._processes.is_busy
-        return None if self._is_idle else _POLL_S
+        # A step that begins meanwhile needs this thread for its masks, which wake it, and to end its wait.
+        return None if self._is_idle else PATIENCE_S
 
 
 def _patience_s(masks: GuidedMasks) -> float:

@@ -19,6 +19,7 @@ from penstock.gpu_node.engine.structured import protocol
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.protocol import EMPTY, MISFIT, PAST_LIMITS, WRITTEN
+from penstock.gpu_node.engine.structured.shared_page import NO_SLOT
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, Kind, TrialResult, reason_of
 
 log = logging.getLogger(__package__)
@@ -192,6 +193,8 @@ class _Task:
     num_tokens: int = 0
     is_rebuilt: bool = False
     """Whether the matcher consumes all tokens of the choice again."""
+    slot: int = NO_SLOT
+    """Where the worker writes the mask; NO_SLOT: into its reply."""
 
 
 class Lanes:
@@ -239,7 +242,11 @@ class Lanes:
                 continue
             if not task.is_rebuilt:
                 self._move_if_slow(worker, task.grammar, cpu_s)
-            self._handle_mask(task.guide, task.num_tokens, answer, cpu_s)
+            status, data = answer
+            if task.slot != NO_SLOT:
+                mask = worker.read_slot(task.slot)
+                data = mask if status == WRITTEN else data
+            self._handle_mask(task.guide, task.num_tokens, status, data, cpu_s)
             answered.append(task.guide)
         return answered
 
@@ -299,8 +306,9 @@ class Lanes:
         if is_new and guide.worker is not None and guide.worker in self.workers.values():
             guide.worker.send([[0, "close", guide.number]])  # Its grammar has moved to the other worker.
         guide.worker, guide.asked_at = worker, len(guide.tokens)
-        number = self._note(worker, _Task(grammar, guide, guide.asked_at, is_new and guide.asked_at > 0))
-        tasks.append([number, "mask", guide.number, grammar.number, is_new, tokens.tobytes()])
+        slot = worker.take_slot()
+        number = self._note(worker, _Task(grammar, guide, guide.asked_at, is_new and guide.asked_at > 0, slot))
+        tasks.append([number, "mask", guide.number, grammar.number, is_new, tokens.tobytes(), slot])
         return tasks
 
     def _note(self, worker: Worker, task: _Task) -> int:
@@ -310,8 +318,7 @@ class Lanes:
         worker.tasks[self._num_tasks] = task
         return self._num_tasks
 
-    def _handle_mask(self, guide: Guide, num_tokens: int, answer: Any, cpu_s: float) -> None:
-        status, data = answer
+    def _handle_mask(self, guide: Guide, num_tokens: int, status: int, data: bytes, cpu_s: float) -> None:
         guide.cpu_s += cpu_s
         guide.is_slow = cpu_s > _SLOW_MASK_S
         guide.grammar.num_masks += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import socket
 import time
@@ -15,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from penstock.gpu_node.engine.structured import protocol
 from penstock.gpu_node.engine.structured.protocol import FrameReader, frame
+from penstock.gpu_node.engine.structured.shared_page import NO_SLOT, NUM_SLOTS, SharedPage, size_of
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
 from penstock.runtime.socket_process import end_process, start_process
 
@@ -25,7 +25,7 @@ _numbers = itertools.count(1)
 class Worker:
     """A grammar worker. `tasks`: its unanswered tasks, in the order in which it runs them."""
 
-    def __init__(self, node: socket.socket, page: mmap.mmap) -> None:
+    def __init__(self, node: socket.socket, page: SharedPage) -> None:
         node.setblocking(False)
         self.number = next(_numbers)
         self.socket = node
@@ -44,6 +44,7 @@ class Worker:
         self.is_overdue = False
         """Whether the template was asked to kill it because it did not reply in time."""
         self._page = page
+        self._free_slots = list(range(NUM_SLOTS))
         self._reader = FrameReader()
         self._unsent: deque[memoryview] = deque()
 
@@ -88,7 +89,16 @@ class Worker:
     @property
     def current(self) -> int:
         """The number of the task that the worker is running, or was when it died; 0 for none."""
-        return int.from_bytes(self._page[:8], "little")
+        return self._page.current
+
+    def take_slot(self) -> int:
+        """Return a slot for the mask of a new task, until `read_slot`; NO_SLOT if all are in use."""
+        return self._free_slots.pop() if self._free_slots else NO_SLOT
+
+    def read_slot(self, slot: int) -> bytes:
+        """Return what is in a slot, which is free from then on."""
+        self._free_slots.append(slot)
+        return self._page.read(slot)
 
     def close(self) -> None:
         """Close the socket. The worker ends after its current task."""
@@ -99,8 +109,9 @@ class Worker:
 class Template:
     """The process that loads the tokenizer and forks workers."""
 
-    def __init__(self, load: bytes) -> None:
+    def __init__(self, load: bytes, mask_bytes: int) -> None:
         """Start the process and send it the frame `load`, with the tokenizer. Raises OSError."""
+        self._mask_bytes = mask_bytes
         self.socket, child_end = socket.socketpair()
         try:
             with child_end:
@@ -129,9 +140,9 @@ class Template:
         fd = os.memfd_create("penstock-grammar-page")
         try:
             with child_end:
-                os.ftruncate(fd, mmap.PAGESIZE)
-                worker = Worker(own_end, mmap.mmap(fd, mmap.PAGESIZE))
-                message = frame(["fork", worker.number, [task_cpu_s, memory_mib, niceness]])
+                os.ftruncate(fd, size_of(self._mask_bytes))
+                worker = Worker(own_end, SharedPage(fd, self._mask_bytes))
+                message = frame(["fork", worker.number, [task_cpu_s, memory_mib, niceness, self._mask_bytes]])
                 socket.send_fds(self.socket, [message], [child_end.fileno(), fd])
         except OSError:
             own_end.close()

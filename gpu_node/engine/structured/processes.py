@@ -34,7 +34,9 @@ _TRIAL_TASK = 1
 class GrammarProcesses:
     """The owner of all grammar processes: starts them, handles their messages, and replaces ended ones."""
 
-    def __init__(self, load: bytes, *, lanes: Lanes, selector: selectors.BaseSelector, counts: GrammarCounts) -> None:
+    def __init__(
+        self, load: bytes, mask_bytes: int, *, lanes: Lanes, selector: selectors.BaseSelector, counts: GrammarCounts
+    ) -> None:
         """`load`: a template's first frame, with its tokenizer. `selector` watches the sockets of all processes."""
         self.special_tokens: Future[frozenset[int]] = Future()
         """Completes when the first template is ready. After too many failed starts it fails, and a new one follows."""
@@ -46,7 +48,7 @@ class GrammarProcesses:
         self._dying: dict[int, tuple[Worker, int]] = {}
         """Ended workers and their last task, by number, until their exit status is known."""
         self._counts = counts
-        self._load = load
+        self._load, self._mask_bytes = load, mask_bytes
         self._num_failed_starts = 0
         self._failed_s = self._trials_after_s = -math.inf
         self._is_unusable = False
@@ -71,7 +73,7 @@ class GrammarProcesses:
         if self.template is not None or self._is_unusable or time.monotonic() - self._failed_s < pause_s:
             return None
         try:
-            return Template(self._load)
+            return Template(self._load, self._mask_bytes)
         except OSError as error:
             self._start_failed()
             log.warning("a grammar process was not started", extra={"reason": repr(error)})

@@ -14,6 +14,14 @@ WRITTEN, MISFIT, PAST_LIMITS, UNKNOWN, EMPTY = range(5)
 no token can follow."""
 
 
+_MASK_WORD_BITS = 32
+
+
+def mask_bytes_of(vocab_size: int) -> int:
+    """Return the bytes of a mask: one bit a token, in words of 32 bits."""
+    return -(-vocab_size // _MASK_WORD_BITS) * 4
+
+
 # Limits of what a grammar may cost. Limits of work apply first and are equal on every node; time and memory kill.
 
 STEP_LEXER_FUEL = 20_000

@@ -2,14 +2,13 @@
 
 It does one task after the other, until a limit kills it, and knows no steps: `host.py` decides when a mask is wanted.
 The worker writes the number of its current task into a shared page, which identifies the faulty task after a kill.
-Replies leave in batches, at the end of a message or after a millisecond.
+Masks stand in that page too. Replies leave in batches, at the end of a message or after a millisecond of work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import re
 import resource
@@ -36,33 +35,33 @@ from penstock.gpu_node.engine.structured.protocol import (
     frame,
 )
 from penstock.gpu_node.engine.structured.schema.rewriting import OPTIONS_KEYWORD, rewritten
+from penstock.gpu_node.engine.structured.shared_page import NO_SLOT, SharedPage
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 
-_WORD_BYTES = 4
-
-
 class Matching:
     """The matchers of one worker's choices, by number: they say which tokens a choice may continue with."""
 
-    def __init__(self, tokenizer: LLTokenizer, special: Sequence[int], compiler: Compiler) -> None:
-        """`special`: the ids of the special tokens."""
+    def __init__(self, tokenizer: LLTokenizer, special: Sequence[int], compiler: Compiler, page: SharedPage) -> None:
+        """`special`: the ids of the special tokens. `page` gets the masks."""
         self._tokenizer = tokenizer
-        self._special_bytes = [(start, end, bytes(end - start)) for start, end in _byte_ranges(special)]
-        """Where the bits of special tokens stand in a mask, and the bytes there if none of them is allowed."""
+        self._special_bits = _special_bits(special)
         self._compiler = compiler
         self._matchers: dict[int, LLMatcher] = {}
-        self._num_words = -(-tokenizer.vocab_size // (8 * _WORD_BYTES))
-        self._words = (ctypes.c_uint32 * self._num_words)()
-        self._nothing = bytes(self._words)
+        self._page = page
+        self._slots = page.addresses()
+        self._mask_bytes = page.mask_bytes
+        self._words = ctypes.create_string_buffer(self._mask_bytes)
+        self._nothing = bytes(self._mask_bytes)
 
-    def mask(self, guide_id: int, grammar_id: int, is_new: bool, token_ids: bytes) -> tuple[int, bytes]:
-        """Advance a choice by some tokens (int32); return a mask status, and the next mask or the reason for none.
+    def mask(self, guide_id: int, grammar_id: int, is_new: bool, token_ids: bytes, slot: int) -> tuple[int, bytes]:
+        """Advance a choice by some tokens (int32); return a mask status, and the reason if there is no mask.
 
-        `is_new`: the choice has no matcher here yet, so it starts at the beginning of its text.
+        The mask is in the slot; without one (NO_SLOT), it is returned. `is_new`: the choice has no matcher here yet, so
+        it starts at the beginning of its text.
         """
         matcher = self._compiler.copy(grammar_id) if is_new else self._matchers.get(guide_id)
         if matcher is None:
@@ -70,16 +69,26 @@ class Matching:
         self._matchers[guide_id] = matcher
         if token_ids and not matcher.consume_tokens(array("i", token_ids).tolist()):
             return (PAST_LIMITS if is_past_limits(matcher) else MISFIT), _reason(matcher)
-        matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._words), ctypes.sizeof(self._words))
+        has_slot = slot != NO_SLOT
+        matcher.unsafe_compute_mask_ptr(
+            self._slots[slot] if has_slot else ctypes.addressof(self._words), self._mask_bytes
+        )
         if matcher.is_error():
             return PAST_LIMITS, _reason(matcher)
-        mask = bytes(self._words)
+        mask = self._page.read(slot) if has_slot else self._words.raw
         if mask == self._nothing:
             return EMPTY, b""
         # To look for a single bit takes as long as many a mask, so the few bytes with special tokens come first.
-        has_special = any(mask[start:end] != none for start, end, none in self._special_bytes)
-        only = _only_bit(mask) if has_special else None
-        return WRITTEN, self._spelled(matcher) if only is not None and self._is_mistaken(matcher, only) else mask
+        only = None
+        for start, end, bits in self._special_bits:
+            if int.from_bytes(mask[start:end], "little") & bits:
+                only = _only_bit(mask)
+                break
+        if only is not None and self._is_mistaken(matcher, only):
+            mask = self._spelled(matcher)
+            if has_slot:
+                self._page.write(slot, mask)
+        return WRITTEN, b"" if has_slot else mask
 
     def close(self, guide_id: int) -> None:
         """Drop a choice's matcher."""
@@ -101,7 +110,7 @@ class Matching:
         token adds no text, and may end the text early.
         """
         forced = matcher.compute_ff_bytes().decode(errors="ignore")
-        mask = bytearray(self._num_words * _WORD_BYTES)
+        mask = bytearray(self._mask_bytes)
         for token_id in self._tokenizer.greedy_tokenize(forced)[:1]:
             mask[token_id // 8] |= 1 << token_id % 8
         return bytes(mask)
@@ -110,14 +119,16 @@ class Matching:
 _MAX_GAP_BYTES = 64
 
 
-def _byte_ranges(token_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of bytes of a mask that hold the bits of these tokens. Close ones are one range."""
-    ranges: list[tuple[int, int]] = []
-    for at in sorted({token_id // 8 for token_id in token_ids}):
-        if ranges and at - ranges[-1][1] <= _MAX_GAP_BYTES:
-            ranges[-1] = ranges[-1][0], at + 1
-        else:
-            ranges.append((at, at + 1))
+def _special_bits(token_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return where the bits of these tokens stand in a mask: first byte, byte after the last one, and the bits there.
+
+    Close bytes are one range. Most vocabularies have their special tokens in one or two ranges, beside ordinary ones.
+    """
+    ranges: list[tuple[int, int, int]] = []
+    for token_id in sorted(token_ids):
+        at = token_id // 8
+        start, end, bits = ranges.pop() if ranges and at - ranges[-1][1] <= _MAX_GAP_BYTES else (at, at, 0)
+        ranges.append((start, max(end, at + 1), bits | 1 << token_id - 8 * start))
     return ranges
 
 
@@ -210,9 +221,9 @@ class TrialRun:
         matcher = self._compiler.matcher(kind, text)
         matcher.try_consume_tokens(matcher.compute_ff_tokens())
         for i in range(_TRIAL_MASKS):
-            began_s = time.process_time()
+            began_s = time.thread_time()
             mask = matcher.compute_bitmask()
-            self._worst_s = max(self._worst_s, time.process_time() - began_s)
+            self._worst_s = max(self._worst_s, time.thread_time() - began_s)
             if matcher.is_error() and not i:
                 # No text matches the grammar, or its beginning exceeds the limits.
                 raise problem_of(matcher, "no text can match its beginning: ")
@@ -275,8 +286,9 @@ def _with_options(rule: str) -> str:
 
 
 _MIB = 1 << 20
-_REPLY_WITHIN_S = 0.001
-_MEASURED_CPU_S = 0.001
+_REPLY_AFTER_CPU_S, _REPLY_WITHIN_S = 0.001, 0.005
+"""Replies leave after so much processor time of tasks, or so much time. On a busy machine a task may take long."""
+_MEASURED_CPU_S = 0.004
 """Memory is measured after this much processor time. In less, tasks cannot have taken much."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _VIRTUAL, _RESIDENT = 0, 1
@@ -290,21 +302,23 @@ class WorkerLimits:
     task_cpu_s: float
     memory_mib: int
     niceness: int
+    mask_bytes: int
 
 
 class WorkerLoop:
     """The loop of a worker process. Each of the node's messages is a list of tasks: number, name, arguments."""
 
     def __init__(
-        self, tokenizer: LLTokenizer, special: Sequence[int], node: socket.socket, page: mmap.mmap, task_cpu_s: float
+        self, tokenizer: LLTokenizer, special: Sequence[int], node: socket.socket, page: SharedPage, task_cpu_s: float
     ) -> None:
         self._node = node
         self._page = page
         self._task_cpu_s = task_cpu_s
         self._compiler = Compiler(tokenizer)
-        self._matching = Matching(tokenizer, special, self._compiler)
+        self._matching = Matching(tokenizer, special, self._compiler, page)
         self._replies: list[Any] = []
-        self._replied_s = 0.0
+        self._replied_s = self._unreplied_s = 0.0
+        """When replies last left, on the monotonic clock, and the processor time since then."""
         self._unmeasured_s = 0.0
         """Processor time since memory was last measured."""
 
@@ -315,24 +329,26 @@ class WorkerLoop:
             for tasks in reader.feed(data):
                 self._replied_s = time.monotonic()
                 for number, name, *arguments in tasks:
-                    self._page[:8] = number.to_bytes(8, "little")
+                    self._page.note_current(number)
                     self._do(number, name, arguments)
-                self._page[:8] = bytes(8)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                self._page.note_current(0)
                 self._reply()
 
     def _do(self, number: int, name: str, arguments: list[Any]) -> None:
-        # The timer counts this process's processor time. Its signal ends the process.
-        began_s = time.process_time()
+        # The timer counts this process's processor time. Its signal ends the process. While it runs, the clock of the
+        # process stands still between the ticks of the kernel, but the clock of the thread does not.
+        began_s = time.thread_time()
         signal.setitimer(signal.ITIMER_PROF, self._task_cpu_s)
         answer = self._answer(name, arguments)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        cpu_s = time.process_time() - began_s
+        cpu_s = time.thread_time() - began_s
         self._unmeasured_s += cpu_s
         memory = 0
         if self._unmeasured_s > _MEASURED_CPU_S:
             memory, self._unmeasured_s = _statm(_RESIDENT), 0.0
         self._replies.append([number, answer, cpu_s, memory])
-        if time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
+        self._unreplied_s += cpu_s
+        if self._unreplied_s > _REPLY_AFTER_CPU_S or time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
             self._reply()
 
     def _answer(self, name: str, arguments: list[Any]) -> Any:
@@ -347,7 +363,7 @@ class WorkerLoop:
         return TrialRun(self._compiler).run(*arguments)
 
     def _reply(self) -> None:
-        self._replied_s = time.monotonic()
+        self._replied_s, self._unreplied_s = time.monotonic(), 0.0
         if self._replies:
             self._node.sendall(frame(self._replies))
             self._replies.clear()
@@ -356,12 +372,13 @@ class WorkerLoop:
 def serve(tokenizer: LLTokenizer, special: Sequence[int], node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
     """Run as a worker, in a process that was just forked. `special`: the ids of the special tokens."""
     os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
+    page = SharedPage(page_fd, limits.mask_bytes)
+    os.close(page_fd)
     limit = _statm(_VIRTUAL) + limits.memory_mib * _MIB
     with suppress(ValueError):  # The process was started with a lower limit.
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
-        os.close(page_fd)
+    with socket.socket(fileno=node_fd) as node:
         WorkerLoop(tokenizer, special, node, page, limits.task_cpu_s).run()
 
 

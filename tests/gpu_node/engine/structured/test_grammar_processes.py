@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes.engine_runs import check_idle, drain
 from fakes.guided import mask_of
@@ -30,7 +30,9 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import compiler, processes, protocol
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
+from penstock.gpu_node.engine.structured.guide import GuidedMasks
 from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured.shared_page import NUM_SLOTS, SharedPage
 from penstock.gpu_node.engine.structured.tenant_grammar import Grammar, TrialResult
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
@@ -108,7 +110,7 @@ def test_a_grammar_of_calls_that_is_too_large_is_refused_by_name(engine: Engine)
 
 def test_a_large_message_is_not_copied_at_each_partial_send() -> None:
     node, other = socket.socketpair()
-    worker = Worker(node, mmap.mmap(-1, mmap.PAGESIZE))
+    worker = Worker(node, SharedPage(-1, 0))
     worker.send([b"x" * (8 * MIB)])
     tracemalloc.start()
     try:
@@ -120,6 +122,19 @@ def test_a_large_message_is_not_copied_at_each_partial_send() -> None:
         worker.close()
         other.close()
     assert peak < MIB
+
+
+def test_more_masks_than_slots_arrive(engine: Engine) -> None:
+    grammar = engine.prepare(_params({"regex": "[a-c]{3}"})).grammar
+    assert isinstance(grammar, Grammar)
+    guides = [engine._guides.new_guide(grammar) for _ in range(NUM_SLOTS + 6)]
+    for _ in range(2):  # The slots of the first round serve the second.
+        engine._guides.write(GuidedMasks(guides))
+        found = [mask_of(engine._guides, guide).words[0] for guide in guides]
+        assert found[0].any() and all((one == found[0]).all() for one in found)
+        allowed = int(np.unpackbits(found[0].view(np.uint8), bitorder="little").argmax())
+        for guide in guides:
+            guide.take([allowed])
 
 
 def test_the_choices_of_a_prepared_request_do_not_look_up_its_grammar(

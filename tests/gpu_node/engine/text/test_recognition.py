@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.contract.tool_formats import BY_NAME, FALLBACK, FORMATS, ToolFormat
@@ -198,6 +199,27 @@ def test_the_table_of_the_page_is_right() -> None:
         added = _TOKENS_OF_LFM if path.stem.startswith("LFM") else ()
         found[path.stem] = recognized(template, added, refusals=refusals_of(template)).form.name
     assert found == FORMAT_BY_TEMPLATE
+
+
+def _cpu_s() -> float:
+    """Return the CPU time of this process and of the processes that it runs."""
+    own = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in (own, *own.children(recursive=True)))
+
+
+@pytest.mark.skipif(not SOURCES, reason="the peer's source is not unpacked (make bench-peers)")
+@pytest.mark.slow
+def test_a_start_pays_little_for_the_trials() -> None:
+    """The limit is 100 ms of a start. CPU time does not depend on other load; the clock has ticks of 10 ms."""
+    slow = {}
+    for path in SOURCES:
+        template = ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
+        assert template.takes_tools in (True, False)  # It is compiled now, as every start needs it.
+        before_s = _cpu_s()
+        recognized(template, (), refusals=refusals_of(template))
+        if (took_s := _cpu_s() - before_s) > 0.1:
+            slow[path.stem] = took_s
+    assert not slow
 
 
 def test_the_table_names_known_formats() -> None:
