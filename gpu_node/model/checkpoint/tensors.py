@@ -86,12 +86,35 @@ class StoredRouting:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTokenGate:
+    """What adds a token's own embedding for a layer."""
+
+    gate: StoredLinear
+    """[size, hidden]"""
+    out: StoredLinear
+    """[hidden, size]"""
+    norm: StoredNorm
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokenInputs:
+    """The embeddings of tokens for each layer, which are read row by row, and what is added to them."""
+
+    table: Stored
+    """[vocab, layers * size]"""
+    projection: StoredLinear
+    """[layers * size, hidden]"""
+    norm: Stored
+    """[size]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
     attention_norm: StoredNorm | None
     qkv: StoredLinear | None
-    head_norms: tuple[Stored, Stored] | None
+    head_norms: tuple[Stored, Stored | None] | None
     out: StoredLinear | None
     post_attention_norm: StoredNorm | None
     mlp_norm: StoredNorm | None
@@ -101,6 +124,8 @@ class StoredLayer:
     recurrence: StoredRecurrence | None = None
     routing: StoredRouting | None = None
     sinks: Stored | None = None
+    token_gate: StoredTokenGate | None = None
+    output_scale: Stored | None = None
 
 
 class DecoderTensors:
@@ -145,6 +170,8 @@ class DecoderTensors:
             recurrence=self.recurrence(layer),
             routing=self.routing(layer),
             sinks=self.sinks(layer),
+            token_gate=self.token_gate(layer),
+            output_scale=self.output_scale(layer),
         )
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
@@ -163,18 +190,47 @@ class DecoderTensors:
         """Return the norm of the MLP's output; None if there is none."""
         return self._norm(self._spec.layers[layer].post_mlp_norm, layer)
 
-    def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
-        """Return the norm weights of queries and keys, of one head or of all heads; None if heads are not normed."""
-        attention = self._spec.layers[layer].attention
-        if attention is None or attention.q_norm is None or attention.k_norm is None:
+    def head_norms(self, layer: int) -> tuple[Stored, Stored | None] | None:
+        """Return the norm weights of queries and keys, of one head or of all heads; None if heads are not normed.
+
+        A layer that reads the keys of another one has none for keys.
+        """
+        attention, get = self._spec.layers[layer].attention, self._checkpoint.get
+        if attention is None or attention.q_norm is None:
             return None
         dim = attention.head_dim
-        sizes = (attention.queries, attention.keys) if attention.joint_head_norms else (dim, dim)
-        q, k = (
-            self._checkpoint.get(f"{name.format(layer=layer)}.weight", size)
-            for name, size in zip((attention.q_norm, attention.k_norm), sizes, strict=True)
+        of_queries, of_keys = (attention.queries, attention.keys) if attention.joint_head_norms else (dim, dim)
+        k_norm = None if attention.k_norm is None else get(f"{attention.k_norm.format(layer=layer)}.weight", of_keys)
+        return get(f"{attention.q_norm.format(layer=layer)}.weight", of_queries), k_norm
+
+    def token_gate(self, layer: int) -> StoredTokenGate | None:
+        """Return what adds a token's own embedding for a layer; None if there is none."""
+        gate, inputs, get = self._spec.layers[layer].token_gate, self._spec.token_inputs, self._checkpoint.get
+        if gate is None or inputs is None:
+            return None
+        hidden = self._spec.hidden_size
+        return StoredTokenGate(
+            StoredLinear((get(f"{gate.gate.format(layer=layer)}.weight", inputs.size, hidden),)),
+            StoredLinear((get(f"{gate.out.format(layer=layer)}.weight", hidden, inputs.size),)),
+            self._stored_norm(gate.norm.format(layer=layer)),
         )
-        return q, k
+
+    def output_scale(self, layer: int) -> Stored | None:
+        """Return the factor of the hidden state behind a layer, [1]; None if there is none."""
+        name = self._spec.layers[layer].output_scale
+        return None if name is None else self._checkpoint.get(name.format(layer=layer), 1)
+
+    def token_inputs(self) -> StoredTokenInputs | None:
+        """Return the embeddings of tokens for each layer; None if the model has none."""
+        inputs, get = self._spec.token_inputs, self._checkpoint.get
+        if inputs is None:
+            return None
+        width = self._spec.num_layers * inputs.size
+        return StoredTokenInputs(
+            get(f"{inputs.table}.weight", inputs.vocab_size, width),
+            StoredLinear((get(f"{inputs.projection}.weight", width, self._spec.hidden_size),)),
+            get(f"{inputs.norm}.weight", inputs.size),
+        )
 
     def sinks(self, layer: int) -> Stored | None:
         """Return the scores of heads that have no value, [num_heads]; None if there are none."""
@@ -198,7 +254,7 @@ class DecoderTensors:
         if attention is None:
             return None
         stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
-        if len(attention.qkv) > 1:
+        if not attention.is_fused:
             return stored
         parts = rows_by_part(attention)
         return StoredLinear(
@@ -395,7 +451,7 @@ class RankTensors(DecoderTensors):
             queries, keys = part.queries(spec.attention), part.keys(spec.attention)
             norms = stored.head_norms
             if norms is not None and spec.attention.joint_head_norms:
-                norms = _elements(norms[0], queries), _elements(norms[1], keys)
+                norms = _elements(norms[0], queries), None if norms[1] is None else _elements(norms[1], keys)
             qkv, out = _by_rows(stored.qkv, (queries, keys, keys)), self._by_columns(stored.out, queries)
             sinks = None if stored.sinks is None else _elements(stored.sinks, part.heads(spec.attention))
             stored = replace(stored, qkv=qkv, head_norms=norms, out=out, sinks=sinks)

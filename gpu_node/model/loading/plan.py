@@ -138,7 +138,7 @@ def sizes_of(described: Description, options: RunnerOptions, runner: CutRunner) 
             return kv_head_bytes(attention, options.kv_cache_dtype)
         return 2 * (attention.head_dim * _ITEM_BYTES[kept] + (4 if _ITEM_BYTES[kept] == 1 else 0))
 
-    of_layers = tuple(0 if layer.attention is None else kv_bytes(layer.attention) for layer in spec.layers)
+    of_layers = tuple(0 if (own := layer.own_keys) is None else kv_bytes(own) for layer in spec.layers)
     return ModelSizes(runner, dtype, layers, head, embedding.num_bytes if is_own else 0, of_layers)
 
 

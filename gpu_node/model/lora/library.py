@@ -171,7 +171,7 @@ def _pairs_of(
 def _row_orders(kind: LayerSpec, matrix: MatrixName) -> tuple[NDArray[np.int32], ...]:
     """Return the order of the rows of each part of a matrix in the base model; () if it is that of the adapter."""
     attention, mixer = kind.attention, kind.recurrence
-    if matrix == "qkv" and attention is not None and len(attention.qkv) == 1:
+    if matrix == "qkv" and attention is not None and attention.is_fused:
         return (np.concatenate(rows_by_part(attention)),)
     if matrix == "qkv" and isinstance(mixer, DeltaRule) and mixer.is_fused:
         return (input_order(mixer),)

@@ -374,9 +374,9 @@ def kv_head_bytes(attention: Attention, kv_cache_dtype: str) -> int:
 def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> int:
     """Return the bytes of the keys and values of one token in a rank's cache."""
     return sum(
-        len(kv_head_spans(layer.attention, place.size)[place.rank]) * kv_head_bytes(layer.attention, kv_cache_dtype)
+        len(kv_head_spans(own, place.size)[place.rank]) * kv_head_bytes(own, kv_cache_dtype)
         for layer in spec.layers
-        if layer.attention is not None
+        if (own := layer.own_keys) is not None
     )
 
 
