@@ -43,6 +43,9 @@ class Attention:
     head_dim: int
     rope: Rope | None
     """None: queries and keys are not rotated."""
+    interleaved: bool = False
+    """Whether RoPE turns pairs of neighboring channels. Runners get the rows of queries and keys in the order of pairs
+    that lie half a head apart."""
     has_position_biases: bool = False
     """Whether scores have position biases (ALiBi)."""
     window: int | None = None
@@ -255,6 +258,8 @@ class ModelSpec:
     """The number of tokens that the model can attend to, with RoPE scaling applied."""
     norm: NormKind = "rms"
     norm_eps: float
+    norm_bias: bool = True
+    """Whether layer norms have biases in the checkpoint."""
     norm_offset: float = 0.0
     """Added to the stored weights of all norms."""
     logit_cap: float | None = None
@@ -264,8 +269,12 @@ class ModelSpec:
     """The factor of the outputs of attention and MLP before they are added to the hidden state."""
     logit_scale: float = 1.0
     token_inputs: TokenInputs | None = None
+    transposed: bool = False
+    """Whether the matrices of layers are stored as [columns, rows]."""
     tied_head: bool
     embedding: str
+    position_embedding: str | None = None
+    """A vector for each of `max_position` positions, which is added to the embeddings of tokens."""
     final_norm: str
     head: str
 

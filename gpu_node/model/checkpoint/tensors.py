@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
-from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
+from penstock.gpu_node.model.checkpoint.expert_stacks import transposed
+from penstock.gpu_node.model.checkpoint.row_orders import halves_orders, input_order, rows_by_part
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.protocol import MatrixName
 
@@ -151,6 +154,11 @@ class DecoderTensors:
         """Return the LM head, [vocab, hidden]; the embedding if the two are tied."""
         return self.embedding() if self._spec.tied_head else self._table(self._spec.head)
 
+    def position_embedding(self) -> Stored | None:
+        """Return the vectors of positions, [max_position, hidden]; None if the model has none."""
+        spec, name = self._spec, self._spec.position_embedding
+        return None if name is None else self._checkpoint.get(f"{name}.weight", spec.max_position, spec.hidden_size)
+
     def final_norm(self) -> StoredNorm:
         """Return the norm of the hidden state before the head."""
         return self._stored_norm(self._spec.final_norm)
@@ -254,6 +262,8 @@ class DecoderTensors:
         if attention is None:
             return None
         stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
+        if attention.interleaved:
+            return _in_halves(stored, attention)
         if not attention.is_fused:
             return stored
         parts = rows_by_part(attention)
@@ -372,17 +382,40 @@ class DecoderTensors:
 
     def _stored_norm(self, name: str) -> StoredNorm:
         weight = self._checkpoint.get(f"{name}.weight", self._spec.hidden_size)
-        has_bias = self._spec.norm == "layer"
-        return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size) if has_bias else None)
+        if self._spec.norm == "rms":
+            return StoredNorm(weight, None)
+        if not self._spec.norm_bias:
+            zeros = np.zeros((1, self._spec.hidden_size), np.float32)
+            return StoredNorm(weight, StoredTensor(f"{name}.bias", "float32", weight.shape, zeros.view(np.uint8)))
+        return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size))
 
     def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
         get, spec = self._checkpoint.get, self._spec.layers[layer]
         columns, named = self._spec.columns_of(spec, matrix), self._spec.parts_of(spec, matrix)
         parts = [(name.format(layer=layer, expert=expert), rows) for name, rows in named]
         return StoredLinear(
-            tuple(get(f"{name}.weight", rows, columns) for name, rows in parts),
+            tuple(self._matrix(f"{name}.weight", rows, columns) for name, rows in parts),
             tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Stored:
+        if not self._spec.transposed:
+            return self._checkpoint.get(name, rows, columns)
+        stored = self._checkpoint.get(name, columns, rows)
+        if not isinstance(stored, StoredTensor):
+            raise ConfigError(f"tensor {name} is quantized and stored transposed, which is not supported")
+        return transposed(stored, name)
+
+
+def _in_halves(stored: StoredLinear, attention: Attention) -> StoredLinear:
+    """Return queries, keys and values in the order in which the channels of a turned pair lie half a head apart."""
+    orders = halves_orders(attention)
+
+    def ordered(parts: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        turned = (part.take_rows(order, *part.shape) for part, order in zip(parts, orders, strict=False))
+        return *turned, *parts[len(orders) :]
+
+    return StoredLinear(ordered(stored.weights), ordered(stored.biases))
 
 
 def _split_gate(fused: StoredLinear) -> StoredLinear:
@@ -402,32 +435,6 @@ def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored,
         else fused.take_rows(rows, len(rows), *fused.shape[1:])
         for rows in parts
     )
-
-
-def rows_by_part(attention: Attention) -> tuple[NDArray[np.int32], ...]:
-    """Return the row indices of queries, keys and values in a fused tensor."""
-    queries, keys = attention.queries, attention.keys
-    rows = np.arange(queries + 2 * keys, dtype=np.int32)
-    if not attention.qkv_by_head:
-        q, k, v = np.split(rows, (queries, queries + keys))
-        return q, k, v
-    by_head = rows.reshape(attention.num_kv_heads, -1, attention.head_dim)
-    return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()
-
-
-def input_order(mixer: DeltaRule) -> NDArray[np.int32]:
-    """Return the row indices of queries, keys, values and gates of outputs in a fused tensor."""
-    group = mixer.num_value_heads // mixer.num_key_heads * mixer.value_dim
-    sizes = (mixer.key_dim, mixer.key_dim, group, group)
-    rows = np.arange(mixer.num_key_heads * sum(sizes), dtype=np.int32).reshape(mixer.num_key_heads, -1)
-    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
-    return np.concatenate([part.ravel() for part in parts])
-
-
-def value_order(mixer: DeltaRule) -> NDArray[np.int32]:
-    """Return the channels of a mixer's values in the order of a GGUF file, as indices into those of Hugging Face."""
-    by_head = np.arange(mixer.outputs, dtype=np.int32).reshape(mixer.num_key_heads, -1, mixer.value_dim)
-    return by_head.swapaxes(0, 1).ravel()
 
 
 class RankTensors(DecoderTensors):

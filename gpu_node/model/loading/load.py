@@ -336,6 +336,7 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
         "attention sinks": any(one.sinks is not None for one in spec.attentions),
         "clamped gates": any(mlp.clamped_gate is not None for mlp in spec.mlps),
         "layers that read the keys of others": any(one.source is not None for one in spec.attentions),
+        "vectors of positions": spec.position_embedding is not None,
         "norms of values": any(one.value_norm for one in spec.attentions),
         "embeddings of tokens for each layer": spec.token_inputs is not None,
         "factors of layers' outputs": any(kind.output_scale is not None for kind in spec.kinds),

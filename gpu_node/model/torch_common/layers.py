@@ -168,6 +168,8 @@ class DecoderWeights:
     final_norm: Norm
     head: Product
     token_inputs: TokenInputWeights | None = None
+    positions: Tensor | None = None
+    """[max_position, hidden]: what is added to the embeddings of tokens."""
 
     @property
     def dtype(self) -> torch.dtype:

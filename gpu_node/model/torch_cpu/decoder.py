@@ -238,7 +238,9 @@ class Decoder:
         if not self._part.is_first:
             return self.exchanges.from_stage_before(len(plan.token_ids), self._spec.hidden_size)
         embedded = self.exchanges.sum(self._weights.embedding(torch.from_numpy(plan.token_ids)))
-        return embedded.float() * self._spec.embedding_scale
+        scaled = embedded.float() * self._spec.embedding_scale
+        vectors = self._weights.positions
+        return scaled if vectors is None else scaled + vectors[torch.from_numpy(plan.positions)].float()
 
     def _token_inputs(self, x: Tensor, plan: StepPlan) -> Tensor | None:
         """Return the embeddings of the step's tokens for each layer, [num_tokens, layers, size], in float32.

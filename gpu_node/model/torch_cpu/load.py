@@ -135,7 +135,9 @@ def map_weights(
     if part.size > 1:
         embedding = _rows_of_part(embedding, part.vocab, spec.hidden_size)
     inputs = read_token_inputs(tensors.token_inputs(), convert, spec.norm_eps, packed_or_mapped)
-    return DecoderWeights(embedding, layers, final_norm, head, inputs)
+    positions = tensors.position_embedding()
+    vectors = None if positions is None else convert.tensor(positions)
+    return DecoderWeights(embedding, layers, final_norm, head, inputs, vectors)
 
 
 def _head(rows: Tensor, num_rows: int) -> Linear:

@@ -33,7 +33,10 @@ GROUP = "penstock.families"
 
 _TEXT_MODELS = {
     "gemma2": "Gemma2ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
