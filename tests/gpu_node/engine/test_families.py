@@ -78,7 +78,7 @@ EACH_RUN = ("llama", "mistral", "falcon 7b", "gpt-neox")
     "name",
     [
         pytest.param(name, marks=() if name in EACH_RUN else pytest.mark.slow)
-        for name in FAMILIES
+        for name in FAMILIES | WHOLE_FAMILIES
         if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)
     ],
 )

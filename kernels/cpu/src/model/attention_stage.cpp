@@ -105,7 +105,9 @@ void AttentionStage::find_wanted(Heads& heads) const {
 }
 
 void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
-  const auto normed = [&](int i) { return layer.attention_norm.apply(buffers_.hidden.row(i)).values; };
+  const auto normed = [&](int i) {
+    return layer.attention_norm.apply(buffers_.hidden.row(products.tokens()[i])).values;
+  };
   const bool is_joint = layer.spec.joins_head_norms && !group_.is_alone();
   const RowBuffer& rows = is_joint ? buffers_.joint : buffers_.qkv;
   products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {

@@ -249,7 +249,9 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES | WHOLE_FAMILIES if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)]
+)
 def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_ties_only(
     family: Family, best_library: Path, name: str
 ) -> None:
