@@ -78,13 +78,13 @@ def _spec_of(config: Config) -> ModelSpec:
     activation = activation_of(config, "hidden_activation", "gelu_pytorch_tanh")
     ropes = config.get("rope_parameters") or _ROPES
     gate = _token_gate(config, activation)
-    made: dict[tuple[str, int, int | None], LayerSpec] = {}
+    made: dict[tuple[str, tuple[int, ...], int | None], LayerSpec] = {}
 
     def layer(at: int) -> LayerSpec:
         kind, heads = kinds[at], _heads_of(config, kinds[at], at)
         source = None if at < num_own else _source_of(kinds, at, num_own)
-        if (key := (kind, *heads.values(), source)) not in made:
-            attention = _attention(config | heads, kind, rope=ropes.get(kind) or _ROPES[kind], source=source)
+        if (key := (kind, tuple(heads.values()), source)) not in made:
+            attention = _attention({**config, **heads}, kind, rope=ropes.get(kind) or _ROPES[kind], source=source)
             width = config["intermediate_size"] * (2 if source is not None and config.get("use_double_wide_mlp") else 1)
             mlp = llama_mlp(config, activation=activation, intermediate_size=width)
             made[key] = llama_layer(attention, mlp, token_gate=gate, **_NORMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ STRANGE = (
     "Ｆｕｌｌ　width, e\u0301 é, \u200b zero width,\r\n tabs\t\t and   spaces   , 日本語の文章。 Привет! "
     "مرحبا بالعالم \U0001f469\u200d\U0001f467 1234567 \x00"
 )
+LONGEST_RUN = 31
+"""Spaces of the longest piece of spaces alone."""
 MAX_TIE_GAP = 1.0
 """Activations are rounded to int8, and their logits err by some tenths."""
 
@@ -76,5 +79,14 @@ def test_ids_of_long_texts_are_those_of_transformers(engine: Engine, gemma_gguf:
     auto_tokenizer: Any = AutoTokenizer
     theirs = auto_tokenizer.from_pretrained(gemma_gguf.parent, gguf_file=gemma_gguf.name)
     pages = [(ROOT / "docs" / name).read_text() for name in ("PROTOCOL.md", "MODELS.md")]
-    for text in (*pages, Path(__file__).read_text(), STRANGE, STRANGE * 200):
+    for page in (*pages, Path(__file__).read_text(), STRANGE, STRANGE * 200):
+        text = re.sub(f" {{{LONGEST_RUN + 1},}}", "", page)
         assert engine.tokenizer.encode(text, framed=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize(("num_spaces", "num_tokens"), [(3, 4), (31, 4), (62, 5), (66, 6), (93, 6), (124, 7)])
+def test_long_runs_of_spaces_are_cut_as_llama_cpp_cuts_them(engine: Engine, num_spaces: int, num_tokens: int) -> None:
+    """The counts are llama.cpp's. transformers merges such runs by pairs, into more tokens."""
+    assert len(engine.tokenizer.encode("a" + num_spaces * " " + "│")) == num_tokens
