@@ -32,14 +32,17 @@ from penstock.kernels.cpu.structs import (
 
 
 class Slot(IntEnum):
-    """The matrices of a model; EMBEDDING and HEAD belong to no layer."""
+    """The matrices of a model; EMBEDDING, HEAD and TOKEN_INPUTS belong to no layer."""
 
     QKV = 0
     OUT = 1
     MLP_IN = 2
     MLP_OUT = 3
-    EMBEDDING = 4
-    HEAD = 5
+    TOKEN_GATE = 4
+    TOKEN_OUT = 5
+    EMBEDDING = 6
+    HEAD = 7
+    TOKEN_INPUTS = 8
 
 
 class Vector(IntEnum):
@@ -71,6 +74,10 @@ class Vector(IntEnum):
     CHOICE_BIAS = 21
     SHARED_GATE = 22
     SKIPS = 23
+    OUTPUT_SCALE = 24
+    TOKEN_NORM = 25
+    TOKEN_INPUT_NORM = 26
+    POSITION_EMBEDDINGS = 27
 
 
 class Activation(IntEnum):

@@ -90,7 +90,8 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "hadamard_rotation")),
         *((name, c.c_int32) for name in ("has_layer_norms", "num_ropes")),
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
-        *((name, c.c_int32) for name in ("rank", "num_ranks", "num_state_slots")),
+        *((name, c.c_int32) for name in ("rank", "num_ranks", "num_state_slots", "token_size")),
+        *((name, c.c_float) for name in ("token_scale", "token_projection_scale")),
     ]
 
 
@@ -111,6 +112,7 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("is_state_space", "tiles_values")),
         *((name, c.c_int32) for name in ("shared_experts", "shares_by_sigmoid")),
         ("expert_scale", c.c_float),
+        *((name, c.c_int32) for name in ("source", "has_value_norm", "token_activation")),
     ]
 
 
@@ -149,6 +151,7 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
         *((name, c.c_void_p) for name in ("state_reads", "state_writes", "state_saves")),
         ("num_saves", c.c_int32),
+        ("token_inputs", c.c_void_p),
     ]
 
 

@@ -8,7 +8,8 @@ import torch
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.spec import MATRICES, Attention, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.gpu_node.model.architecture.spec import MATRICES, Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench_gpu.models import parts_of
-from penstock.gpu_node.model.architecture.spec import Attention, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.reference.layers import ACTIVATIONS

@@ -15,7 +15,7 @@ def as_in_gguf(spec: ModelSpec) -> ModelSpec:
     orders the value heads of a delta rule so that those of one key head lie apart.
     """
     made = {layer: _layer(layer) for layer in spec.kinds}
-    return replace(spec, norm_offset=0.0, layers=tuple(made[layer] for layer in spec.layers))
+    return replace(spec, norm_offset=0.0, transposed=False, layers=tuple(made[layer] for layer in spec.layers))
 
 
 def _layer(layer: LayerSpec) -> LayerSpec:

@@ -7,21 +7,23 @@ from math import log, sqrt
 from typing import Any, TypeVar
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.mlp import Activation, Mlp
 from penstock.gpu_node.model.architecture.rope import (
     DynamicScaling,
     FactorsScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     Rope,
     Scaling,
     YarnScaling,
 )
-from penstock.gpu_node.model.architecture.spec import Activation, Attention, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 
 Config = Mapping[str, Any]
 
-_SCALINGS = "default, linear, dynamic, llama3, yarn, longrope"
+_SCALINGS = "default, linear, dynamic, llama3, yarn, longrope, proportional"
 _UNSCALED = ("default", "mrope")
 """The second divides channels among the axes of images. All axes of a text have the same positions."""
 _ACTIVATIONS: dict[str, Activation] = {
@@ -72,6 +74,8 @@ def _scaling_of(config: Config, rope: Config, dim: int) -> Scaling | None:
         return _yarn_of(config, rope)
     if kind in ("longrope", "su"):
         return _long_of(config, rope, dim)
+    if kind == "proportional":
+        return ProportionalScaling(int(rope.get("partial_rotary_factor", 1.0) * dim // 2), float(rope.get("factor", 1)))
     if kind == "factors":
         if len(rope["factors"]) != dim // 2:
             raise ConfigError(f"rope scaling has {len(rope['factors'])} factors for {dim // 2} frequencies")

@@ -115,6 +115,15 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "num_hidden_layers": Limit(1, MAX_LAYERS),
     "num_attention_heads": _HEADS,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), Limit(0, 1024)),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), Limit(0, 1024)),
+    **dict.fromkeys(("n_embd",), Limit(1, 1 << 16)),
+    "n_positions": _POSITIONS,
+    "n_layer": Limit(1, MAX_LAYERS),
+    "n_head": _HEADS,
+    "n_inner": _WIDTH,
+    "num_kv_shared_layers": Limit(0, MAX_LAYERS),
+    "hidden_size_per_layer_input": Limit(0, 1 << 12),
+    "vocab_size_per_layer_input": Limit(1, MAX_VOCAB),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), _EXPERTS),
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _ORIGINAL,
@@ -136,7 +145,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _BASE),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), _SHARE),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _SCALE),
-    **dict.fromkeys(("logits_scaling", "query_pre_attn_scalar"), _SCALE),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "query_pre_attn_scalar"), _SCALE),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), _SCALE),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _SCALE),
     "eos_token_id": Limit(-1, (1 << 31) - 1),
@@ -156,9 +165,10 @@ _NULL_IS_A_VALUE = frozenset(("sliding_window", "attn_logit_softcapping", "final
 CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"), _FLAG),
     **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi", "norm_topk_prob"), _FLAG),
-    **dict.fromkeys(
-        ("use_parallel_residual", "use_bidirectional_attention", "use_bias", "use_qkv_bias", "qk_layernorm"), _FLAG
-    ),
+    **dict.fromkeys(("use_parallel_residual", "use_bias", "use_qkv_bias", "qk_layernorm"), _FLAG),
+    "use_bidirectional_attention": ValueKind("true, false or a text", (bool, str)),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"), _FLAG),
+    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"), _FLAG),
     **dict.fromkeys(("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias"), _FLAG),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias"), _FLAG),
 }

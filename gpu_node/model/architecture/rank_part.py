@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 
 CutRunner: TypeAlias = Literal["native", "torch", "gpu"]
@@ -79,6 +80,8 @@ def _uncut_features(spec: ModelSpec) -> str:
     present = {
         "recurrent layers": bool(spec.recurrences),
         "output gates of attention": any(one.output_gate for one in spec.attentions),
+        "layers that read the keys of others": any(one.source is not None for one in spec.attentions),
+        "embeddings of tokens for each layer": spec.token_inputs is not None,
     }
     return " and ".join(name for name, is_present in present.items() if is_present)
 
@@ -302,8 +305,8 @@ class RankPart:
             return (inner,) * len(mlp.mlp_in)
         if matrix == "qkv" and attention is not None:
             queries, keys = _indices(self.queries(attention)), _indices(self.keys(attention))
-            if len(attention.qkv) > 1:
-                return queries, keys, keys
+            if not attention.is_fused:
+                return (queries, keys, keys)[: len(attention.qkv)]
             first_key = attention.queries
             return (np.concatenate((queries, first_key + keys, first_key + attention.keys + keys)),)
         return tuple(_indices(range(rows)) for _, rows in self.whole.parts_of(layer, matrix))

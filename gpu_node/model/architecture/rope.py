@@ -78,7 +78,20 @@ class LongScaling:
     """The factor that all cosines and sines are multiplied by."""
 
 
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | FactorsScaling | LongScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """RoPE that turns only the first `num_turned` pairs of channels, with the frequencies of all pairs.
+
+    A pair is a channel of the first half and one of the second half. Angles are divided by `factor`.
+    """
+
+    num_turned: int
+    factor: float = 1.0
+
+
+Scaling: TypeAlias = (
+    LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | FactorsScaling | LongScaling | ProportionalScaling
+)
 
 
 @dataclass(frozen=True, slots=True)

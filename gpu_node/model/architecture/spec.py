@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import MAX_EXPERT_MATRICES, check_positions
+from penstock.gpu_node.model.architecture.mlp import Activation, Mlp
+from penstock.gpu_node.model.architecture.record_checks import IN_FILES, check_factors, check_sizes
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence
 from penstock.gpu_node.model.architecture.rope import DynamicScaling, Rope
 from penstock.gpu_node.model.protocol import MatrixName
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
-_IN_FILES = {
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads (num_kv_heads)",
-    "head_dim": "head_dim (without it hidden_size / num_attention_heads)",
-    "max_position": "max_position_embeddings (times the factor of RoPE scaling)",
-    "norm_eps": "rms_norm_eps (layer_norm_eps, layer_norm_epsilon)",
-    "score_scale": "attention_multiplier (query_pre_attn_scalar)",
-    "score_cap": "attn_logit_softcapping",
-    "logit_cap": "final_logit_softcapping",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-    "limit": "swiglu_limit",
-    "slope": "swiglu_alpha",
-    "beta": "llama_4_scaling_beta",
-    "length": "original_max_position_embeddings",
-}
-"""What fields of a spec are called in config.json, for a reader of an error."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
 
@@ -47,8 +30,8 @@ class QueryGrowth:
     """The positions before this one have the factor 1."""
 
     def __post_init__(self) -> None:
-        _check_factors(self, "beta")
-        _check_sizes(self)
+        check_factors(self, "beta")
+        check_sizes(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +43,9 @@ class Attention:
     head_dim: int
     rope: Rope | None
     """None: queries and keys are not rotated."""
+    interleaved: bool = False
+    """Whether RoPE turns pairs of neighboring channels. Runners get the rows of queries and keys in the order of pairs
+    that lie half a head apart."""
     has_position_biases: bool = False
     """Whether scores have position biases (ALiBi)."""
     window: int | None = None
@@ -83,19 +69,26 @@ class Attention:
     """Queries, keys and values; or one fused tensor (`qkv_by_head`)."""
     q_norm: str | None = None
     k_norm: str | None = None
-    """RMS norms of queries and keys, applied before RoPE. Either both names are set or neither."""
+    """RMS norms of queries and keys, applied before RoPE. Either both names are set or neither; with a `source`, keys
+    have none."""
+    value_norm: bool = False
+    """Whether each head's value has an RMS norm without weights."""
+    source: int | None = None
+    """The layer whose keys and values this one reads; None: it has its own. With a source, `qkv` has queries alone."""
     sinks: str | None = None
     """A score of each head that takes a share of the attention and has no value. The name is complete."""
     out: str
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
-        _check_factors(self, "score_scale", "score_cap")
+        check_sizes(self)
+        check_factors(self, "score_scale", "score_cap")
         if self.num_heads % self.num_kv_heads:
-            by = f"{_IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
+            by = f"{IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
             raise ConfigError(f"num_attention_heads is {self.num_heads} but must be a multiple of {by}")
-        if self.output_gate and (len(self.qkv) == 1 or self.joint_head_norms):
+        if self.output_gate and (self.is_fused or self.joint_head_norms):
             raise ConfigError("attention with output gates has a fused qkv tensor, or norms that span all heads")
+        if self.source is not None and (len(self.qkv) != 1 or self.joint_head_norms):
+            raise ConfigError("attention to another layer's keys has keys of its own, or norms that span all heads")
         window, rope = self.window, self.rope
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ConfigError(f"sliding_window is {window!r} but must be a whole number of at least 1")
@@ -128,6 +121,16 @@ class Attention:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def is_fused(self) -> bool:
+        """Whether one tensor has queries, keys and values."""
+        return len(self.qkv) == 1 and self.source is None
+
+    @property
+    def projected_keys(self) -> int:
+        """The channels of the keys that the layer computes: none if it reads those of another layer."""
+        return 0 if self.source is not None else self.keys
+
+    @property
     def value_dim(self) -> int:
         """The channels of a value: as many as those of a key."""
         return self.head_dim
@@ -144,91 +147,42 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedExperts:
-    """An MLP that is computed for each token beside the chosen experts, as so many further experts of their size."""
+class TokenGate:
+    """How a layer adds what its token's own embedding for this layer says (`TokenInputs`).
 
-    count: int
-    mlp_in: tuple[str, ...]
-    mlp_out: str
-    gate: str | None = None
-    """The vector whose product with a token's hidden state, as a sigmoid, is the weight of the output; None: 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts: a router chooses a few MLPs for each token, and their weighted outputs are added."""
-
-    count: int
-    per_token: int
-    normalized: bool
-    """Whether the weights of a token's experts are divided by their sum."""
-    router: str
-    """The matrix that scores the experts."""
-    router_bias: bool = False
-    by_sigmoid: bool = False
-    """Whether an expert's share is the sigmoid of its score, instead of a softmax over all experts."""
-    choice_bias: str | None = None
-    """What is added to shares to choose experts, but not to their weights. The name is complete."""
-    scale: float = 1.0
-    """The factor of the weights of experts that were chosen by sigmoid."""
-    shared: SharedExperts | None = None
-
-    @property
-    def num_shared(self) -> int:
-        """The experts that every token has."""
-        return 0 if self.shared is None else self.shared.count
-
-    def __post_init__(self) -> None:
-        if self.choice_bias is not None and not self.by_sigmoid:
-            raise ConfigError("experts are chosen with a bias, but not by the sigmoid of scores")
-        if not 1 <= self.per_token <= self.count:
-            raise ConfigError(f"num_experts_per_tok is {self.per_token} but must be from 1 to {self.count} experts")
-
-
-@dataclass(frozen=True, slots=True)
-class ClampedGate:
-    """A gate g that is clamped, as is what it multiplies: min(g, limit) * sigmoid(slope * min(g, limit)) * (u + 1).
-
-    u is the up projection within -limit and limit.
+    The hidden state is projected to the embedding's size, activated, multiplied by the embedding, and projected back.
     """
 
-    limit: float
-    slope: float
+    activation: Activation
+    gate: str
+    out: str
+    norm: str
+    """Of the output, before it is added to the hidden state."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """The embeddings that each token has for each layer, beside the one that enters the first layer.
+
+    The first layer's input is projected to as many numbers, which are normed by layer. Both are added and halved in
+    square.
+    """
+
+    size: int
+    """The channels of each layer."""
+    vocab_size: int
+    scale: float
+    """The factor of the embeddings."""
+    projection_scale: float
+    table: str
+    """[vocab_size, layers * size]"""
+    projection: str
+    """[layers * size, hidden]"""
+    norm: str
 
     def __post_init__(self) -> None:
-        _check_factors(self, "limit", "slope")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
-    """The MLP of a layer, or each expert of its mixture. Names are those of a checkpoint's tensors."""
-
-    intermediate_size: int
-    activation: Activation = "silu"
-    clamped_gate: ClampedGate | None = None
-    """What a gate is instead of its activation times the up projection."""
-    bias: bool = False
-    fused_gate: bool = False
-    experts: Experts | None = None
-    mlp_in: tuple[str, ...]
-    """Gate and up projections of a gated MLP, else the single input projection; `{expert}` stands for the index of an
-    expert. A gated MLP with a single tensor has both in it, the gate first (`fused_gate`)."""
-    mlp_out: str
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-        if self.clamped_gate is not None and not self.is_gated:
-            raise ConfigError("an MLP has a clamped gate, but no gate")
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the activation applies to a gate, which multiplies the up projection."""
-        return self.fused_gate or len(self.mlp_in) > 1
-
-    @property
-    def num_experts(self) -> int:
-        """The experts, shared ones last, each with the matrices of an MLP; 1 without a mixture."""
-        return 1 if self.experts is None else self.experts.count + self.experts.num_shared
+        check_sizes(self)
+        check_factors(self, "scale", "projection_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +206,13 @@ class LayerSpec:
     """None: the MLP's input is normed like the attention's."""
     post_mlp_norm: str | None = None
     """The norm of the MLP's output before it is added to the hidden state."""
+    token_gate: TokenGate | None = None
+    output_scale: str | None = None
+    """A number that multiplies the hidden state behind the layer. The name is complete."""
 
     def __post_init__(self) -> None:
+        if self.output_scale is not None and self.post_mlp_norm is None and self.token_gate is None:
+            raise ConfigError("a layer's output is scaled, but what it adds last has no norm")
         if self.attention is not None and self.recurrence is not None:
             raise ConfigError("a layer has both attention and a recurrent mixer")
         if self.mixer is None and self.mlp is None:
@@ -265,6 +224,11 @@ class LayerSpec:
     def mixer(self) -> Attention | Recurrence | None:
         """What lets tokens see earlier ones."""
         return self.attention or self.recurrence
+
+    @property
+    def own_keys(self) -> Attention | None:
+        """The attention, if the layer keeps keys and values of its own."""
+        return self.attention if self.attention is not None and self.attention.source is None else None
 
     @property
     def matrices(self) -> tuple[MatrixName, ...]:
@@ -294,6 +258,8 @@ class ModelSpec:
     """The number of tokens that the model can attend to, with RoPE scaling applied."""
     norm: NormKind = "rms"
     norm_eps: float
+    norm_bias: bool = True
+    """Whether layer norms have biases in the checkpoint."""
     norm_offset: float = 0.0
     """Added to the stored weights of all norms."""
     logit_cap: float | None = None
@@ -302,25 +268,43 @@ class ModelSpec:
     residual_scale: float = 1.0
     """The factor of the outputs of attention and MLP before they are added to the hidden state."""
     logit_scale: float = 1.0
+    token_inputs: TokenInputs | None = None
+    transposed: bool = False
+    """Whether the matrices of layers are stored as [columns, rows]."""
     tied_head: bool
     embedding: str
+    position_embedding: str | None = None
+    """A vector for each of `max_position` positions, which is added to the embeddings of tokens."""
     final_norm: str
     head: str
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        check_sizes(self)
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
-            found = f"{_IN_FILES['norm_eps']} is {self.norm_eps!r}"
+            found = f"{IN_FILES['norm_eps']} is {self.norm_eps!r}"
             raise ConfigError(f"{found} but must be a finite number of at least 0")
-        _check_factors(self, "logit_cap", "embedding_scale", "residual_scale", "logit_scale")
+        check_factors(self, "logit_cap", "embedding_scale", "residual_scale", "logit_scale")
         if not self.layers:
             raise ConfigError("num_hidden_layers is 0 but must be a whole number of at least 1")
+        if any((layer.token_gate is None) != (self.token_inputs is None) for layer in self.kinds):
+            raise ConfigError("either all layers or none have embeddings of their own for each token")
+        self._check_sources()
         num_experts = sum(layer.mlp.num_experts for layer in self.layers if layer.mlp and layer.mlp.experts)
         if num_experts > MAX_EXPERT_MATRICES:
             raise ConfigError(
                 f"the layers have {num_experts:,} experts, but a model may have {MAX_EXPERT_MATRICES:,} in all"
             )
         self._check_positions()
+
+    def _check_sources(self) -> None:
+        for at, layer in enumerate(self.layers):
+            if layer.attention is None or (source := layer.attention.source) is None:
+                continue
+            other = self.layers[source].attention if 0 <= source < at else None
+            if other is None or other.source is not None:
+                raise ConfigError(f"layer {at} reads the keys of layer {source}, which has none")
+            if (other.num_kv_heads, other.head_dim) != (layer.attention.num_kv_heads, layer.attention.head_dim):
+                raise ConfigError(f"layer {at} reads the keys of layer {source}, whose heads are others")
 
     def _check_positions(self) -> None:
         for rope in self.ropes:
@@ -392,6 +376,9 @@ class ModelSpec:
     def layer_weights(self, layer: LayerSpec) -> int:
         """Return the numbers in the matrices of a layer."""
         gates = 2 * layer.recurrence.num_value_heads if isinstance(layer.recurrence, DeltaRule) else 0
+        if self.token_inputs is not None:
+            # The gate, the product back, and the layer's part of the projection. No step multiplies the table.
+            gates += 3 * self.token_inputs.size
         return gates * self.hidden_size + sum(
             layer.num_experts_of(matrix) * rows * self.columns_of(layer, matrix)
             for matrix in layer.matrices
@@ -407,7 +394,7 @@ class ModelSpec:
         if layer.recurrence is not None and matrix == "qkv":
             return layer.recurrence.input_parts
         if attention is not None and matrix == "qkv":
-            queries, keys = attention.query_rows, attention.keys
+            queries, keys = attention.query_rows, attention.projected_keys
             sizes = (queries, keys, keys) if len(attention.qkv) > 1 else (queries + 2 * keys,)
             return tuple(zip(attention.qkv, sizes, strict=True))
         if layer.mixer is not None and matrix == "out":
@@ -433,21 +420,6 @@ def state_bytes(spec: ModelSpec) -> int:
     return 4 * sum(layer.recurrence.state_numbers for layer in spec.layers if layer.recurrence is not None)
 
 
-def _check_sizes(record: Attention | Mlp | ModelSpec | QueryGrowth) -> None:
-    for field in fields(record):
-        size = getattr(record, field.name)
-        if field.type == "int" and (not isinstance(size, int) or size < 1):
-            name = _IN_FILES.get(field.name, field.name)
-            raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
-
-
-def _check_factors(record: Attention | ClampedGate | ModelSpec | QueryGrowth, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ConfigError(f"{_IN_FILES[name]} is {value!r} but must be a finite number above 0")
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model family: the architecture that config.json names, and the function from config to spec."""
@@ -456,5 +428,7 @@ class Family:
     spec_of: Callable[[Mapping[str, Any]], ModelSpec]
     has_text_config: bool = False
     """Whether the config of the text model is the field `text_config` of the model's config."""
+    is_for: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    """Whether the family computes a model with this config of the text model. Others may run in transformers."""
     origin: str = ""
     """The package and version that the family comes from; empty for penstock's own."""

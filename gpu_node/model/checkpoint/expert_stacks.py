@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.stored_kinds import DerivedTensor, FindStored, StoredTensor
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -97,9 +98,19 @@ def turned_matrix(name: str, find: FindStored) -> DerivedTensor | None:
     matrix = one_of_stack(stack, place.expert)
     if matrix is None or len(matrix.shape) != _MATRIX_DIMS:
         return None
+    return transposed(matrix, name, place.of(matrix.shape[1]))
+
+
+def transposed(matrix: StoredTensor, name: str, rows: NDArray[np.int32] | None = None) -> DerivedTensor:
+    """Return a matrix that is stored as [columns, rows]; rows: some of them, None for all.
+
+    Raises ConfigError for a matrix that is not stored as floats.
+    """
+    if matrix.kind not in _NUMBERS:
+        raise ConfigError(f"tensor {name} is stored transposed as {matrix.kind}; supported: {', '.join(_NUMBERS)}")
     columns, count = matrix.shape
-    rows = place.of(count)
-    return DerivedTensor(name, stack.kind, (len(rows), columns), _transposing(matrix), rows)
+    rows = np.arange(count, dtype=np.int32) if rows is None else rows
+    return DerivedTensor(name, matrix.kind, (len(rows), columns), _transposing(matrix), rows)
 
 
 def _transposing(matrix: StoredTensor) -> Callable[[NDArray[np.int32]], NDArray[np.uint8]]:

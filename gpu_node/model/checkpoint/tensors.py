@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
-from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
+from penstock.gpu_node.model.checkpoint.expert_stacks import transposed
+from penstock.gpu_node.model.checkpoint.row_orders import halves_orders, input_order, rows_by_part
+from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.protocol import MatrixName
 
@@ -86,12 +89,35 @@ class StoredRouting:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTokenGate:
+    """What adds a token's own embedding for a layer."""
+
+    gate: StoredLinear
+    """[size, hidden]"""
+    out: StoredLinear
+    """[hidden, size]"""
+    norm: StoredNorm
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokenInputs:
+    """The embeddings of tokens for each layer, which are read row by row, and what is added to them."""
+
+    table: Stored
+    """[vocab, layers * size]"""
+    projection: StoredLinear
+    """[layers * size, hidden]"""
+    norm: Stored
+    """[size]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
     attention_norm: StoredNorm | None
     qkv: StoredLinear | None
-    head_norms: tuple[Stored, Stored] | None
+    head_norms: tuple[Stored, Stored | None] | None
     out: StoredLinear | None
     post_attention_norm: StoredNorm | None
     mlp_norm: StoredNorm | None
@@ -101,6 +127,8 @@ class StoredLayer:
     recurrence: StoredRecurrence | None = None
     routing: StoredRouting | None = None
     sinks: Stored | None = None
+    token_gate: StoredTokenGate | None = None
+    output_scale: Stored | None = None
 
 
 class DecoderTensors:
@@ -126,6 +154,11 @@ class DecoderTensors:
         """Return the LM head, [vocab, hidden]; the embedding if the two are tied."""
         return self.embedding() if self._spec.tied_head else self._table(self._spec.head)
 
+    def position_embedding(self) -> Stored | None:
+        """Return the vectors of positions, [max_position, hidden]; None if the model has none."""
+        spec, name = self._spec, self._spec.position_embedding
+        return None if name is None else self._checkpoint.get(f"{name}.weight", spec.max_position, spec.hidden_size)
+
     def final_norm(self) -> StoredNorm:
         """Return the norm of the hidden state before the head."""
         return self._stored_norm(self._spec.final_norm)
@@ -145,6 +178,8 @@ class DecoderTensors:
             recurrence=self.recurrence(layer),
             routing=self.routing(layer),
             sinks=self.sinks(layer),
+            token_gate=self.token_gate(layer),
+            output_scale=self.output_scale(layer),
         )
 
     def attention_norm(self, layer: int) -> StoredNorm | None:
@@ -163,18 +198,47 @@ class DecoderTensors:
         """Return the norm of the MLP's output; None if there is none."""
         return self._norm(self._spec.layers[layer].post_mlp_norm, layer)
 
-    def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
-        """Return the norm weights of queries and keys, of one head or of all heads; None if heads are not normed."""
-        attention = self._spec.layers[layer].attention
-        if attention is None or attention.q_norm is None or attention.k_norm is None:
+    def head_norms(self, layer: int) -> tuple[Stored, Stored | None] | None:
+        """Return the norm weights of queries and keys, of one head or of all heads; None if heads are not normed.
+
+        A layer that reads the keys of another one has none for keys.
+        """
+        attention, get = self._spec.layers[layer].attention, self._checkpoint.get
+        if attention is None or attention.q_norm is None:
             return None
         dim = attention.head_dim
-        sizes = (attention.queries, attention.keys) if attention.joint_head_norms else (dim, dim)
-        q, k = (
-            self._checkpoint.get(f"{name.format(layer=layer)}.weight", size)
-            for name, size in zip((attention.q_norm, attention.k_norm), sizes, strict=True)
+        of_queries, of_keys = (attention.queries, attention.keys) if attention.joint_head_norms else (dim, dim)
+        k_norm = None if attention.k_norm is None else get(f"{attention.k_norm.format(layer=layer)}.weight", of_keys)
+        return get(f"{attention.q_norm.format(layer=layer)}.weight", of_queries), k_norm
+
+    def token_gate(self, layer: int) -> StoredTokenGate | None:
+        """Return what adds a token's own embedding for a layer; None if there is none."""
+        gate, inputs, get = self._spec.layers[layer].token_gate, self._spec.token_inputs, self._checkpoint.get
+        if gate is None or inputs is None:
+            return None
+        hidden = self._spec.hidden_size
+        return StoredTokenGate(
+            StoredLinear((get(f"{gate.gate.format(layer=layer)}.weight", inputs.size, hidden),)),
+            StoredLinear((get(f"{gate.out.format(layer=layer)}.weight", hidden, inputs.size),)),
+            self._stored_norm(gate.norm.format(layer=layer)),
         )
-        return q, k
+
+    def output_scale(self, layer: int) -> Stored | None:
+        """Return the factor of the hidden state behind a layer, [1]; None if there is none."""
+        name = self._spec.layers[layer].output_scale
+        return None if name is None else self._checkpoint.get(name.format(layer=layer), 1)
+
+    def token_inputs(self) -> StoredTokenInputs | None:
+        """Return the embeddings of tokens for each layer; None if the model has none."""
+        inputs, get = self._spec.token_inputs, self._checkpoint.get
+        if inputs is None:
+            return None
+        width = self._spec.num_layers * inputs.size
+        return StoredTokenInputs(
+            get(f"{inputs.table}.weight", inputs.vocab_size, width),
+            StoredLinear((get(f"{inputs.projection}.weight", width, self._spec.hidden_size),)),
+            get(f"{inputs.norm}.weight", inputs.size),
+        )
 
     def sinks(self, layer: int) -> Stored | None:
         """Return the scores of heads that have no value, [num_heads]; None if there are none."""
@@ -198,7 +262,9 @@ class DecoderTensors:
         if attention is None:
             return None
         stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
-        if len(attention.qkv) > 1:
+        if attention.interleaved:
+            return _in_halves(stored, attention)
+        if not attention.is_fused:
             return stored
         parts = rows_by_part(attention)
         return StoredLinear(
@@ -316,17 +382,40 @@ class DecoderTensors:
 
     def _stored_norm(self, name: str) -> StoredNorm:
         weight = self._checkpoint.get(f"{name}.weight", self._spec.hidden_size)
-        has_bias = self._spec.norm == "layer"
-        return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size) if has_bias else None)
+        if self._spec.norm == "rms":
+            return StoredNorm(weight, None)
+        if not self._spec.norm_bias:
+            zeros = np.zeros((1, self._spec.hidden_size), np.float32)
+            return StoredNorm(weight, StoredTensor(f"{name}.bias", "float32", weight.shape, zeros.view(np.uint8)))
+        return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size))
 
     def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
         get, spec = self._checkpoint.get, self._spec.layers[layer]
         columns, named = self._spec.columns_of(spec, matrix), self._spec.parts_of(spec, matrix)
         parts = [(name.format(layer=layer, expert=expert), rows) for name, rows in named]
         return StoredLinear(
-            tuple(get(f"{name}.weight", rows, columns) for name, rows in parts),
+            tuple(self._matrix(f"{name}.weight", rows, columns) for name, rows in parts),
             tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Stored:
+        if not self._spec.transposed:
+            return self._checkpoint.get(name, rows, columns)
+        stored = self._checkpoint.get(name, columns, rows)
+        if not isinstance(stored, StoredTensor):
+            raise ConfigError(f"tensor {name} is quantized and stored transposed, which is not supported")
+        return transposed(stored, name)
+
+
+def _in_halves(stored: StoredLinear, attention: Attention) -> StoredLinear:
+    """Return queries, keys and values in the order in which the channels of a turned pair lie half a head apart."""
+    orders = halves_orders(attention)
+
+    def ordered(parts: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        turned = (part.take_rows(order, *part.shape) for part, order in zip(parts, orders, strict=False))
+        return *turned, *parts[len(orders) :]
+
+    return StoredLinear(ordered(stored.weights), ordered(stored.biases))
 
 
 def _split_gate(fused: StoredLinear) -> StoredLinear:
@@ -346,32 +435,6 @@ def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored,
         else fused.take_rows(rows, len(rows), *fused.shape[1:])
         for rows in parts
     )
-
-
-def rows_by_part(attention: Attention) -> tuple[NDArray[np.int32], ...]:
-    """Return the row indices of queries, keys and values in a fused tensor."""
-    queries, keys = attention.queries, attention.keys
-    rows = np.arange(queries + 2 * keys, dtype=np.int32)
-    if not attention.qkv_by_head:
-        q, k, v = np.split(rows, (queries, queries + keys))
-        return q, k, v
-    by_head = rows.reshape(attention.num_kv_heads, -1, attention.head_dim)
-    return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()
-
-
-def input_order(mixer: DeltaRule) -> NDArray[np.int32]:
-    """Return the row indices of queries, keys, values and gates of outputs in a fused tensor."""
-    group = mixer.num_value_heads // mixer.num_key_heads * mixer.value_dim
-    sizes = (mixer.key_dim, mixer.key_dim, group, group)
-    rows = np.arange(mixer.num_key_heads * sum(sizes), dtype=np.int32).reshape(mixer.num_key_heads, -1)
-    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
-    return np.concatenate([part.ravel() for part in parts])
-
-
-def value_order(mixer: DeltaRule) -> NDArray[np.int32]:
-    """Return the channels of a mixer's values in the order of a GGUF file, as indices into those of Hugging Face."""
-    by_head = np.arange(mixer.outputs, dtype=np.int32).reshape(mixer.num_key_heads, -1, mixer.value_dim)
-    return by_head.swapaxes(0, 1).ravel()
 
 
 class RankTensors(DecoderTensors):
@@ -395,7 +458,7 @@ class RankTensors(DecoderTensors):
             queries, keys = part.queries(spec.attention), part.keys(spec.attention)
             norms = stored.head_norms
             if norms is not None and spec.attention.joint_head_norms:
-                norms = _elements(norms[0], queries), _elements(norms[1], keys)
+                norms = _elements(norms[0], queries), None if norms[1] is None else _elements(norms[1], keys)
             qkv, out = _by_rows(stored.qkv, (queries, keys, keys)), self._by_columns(stored.out, queries)
             sinks = None if stored.sinks is None else _elements(stored.sinks, part.heads(spec.attention))
             stored = replace(stored, qkv=qkv, head_norms=norms, out=out, sinks=sinks)

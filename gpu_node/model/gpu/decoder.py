@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.rope import Rope
-from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear

@@ -118,7 +118,7 @@ def sizes_of(described: Description, options: RunnerOptions, runner: CutRunner) 
             size(parts, interleaved=name == "mlp_in" and mlp is not None and mlp.is_gated)
             for name in spec.layers[at].matrices
             for parts in _parts_of(spec, tensors, at, name)
-        )
+        ) + tuple(size((part,)) for part in _token_parts(spec, tensors, at))
 
     if described.read_scaled is None and tensors is not None:
         layers = tuple(map(layer_sizes, range(spec.num_layers)))
@@ -138,7 +138,7 @@ def sizes_of(described: Description, options: RunnerOptions, runner: CutRunner) 
             return kv_head_bytes(attention, options.kv_cache_dtype)
         return 2 * (attention.head_dim * _ITEM_BYTES[kept] + (4 if _ITEM_BYTES[kept] == 1 else 0))
 
-    of_layers = tuple(0 if layer.attention is None else kv_bytes(layer.attention) for layer in spec.layers)
+    of_layers = tuple(0 if (own := layer.own_keys) is None else kv_bytes(own) for layer in spec.layers)
     return ModelSizes(runner, dtype, layers, head, embedding.num_bytes if is_own else 0, of_layers)
 
 
@@ -168,6 +168,20 @@ def _parts_of(
             yield linear.weights
     else:
         yield from (pair[0 if name == "mlp_in" else 1].weights for pair in tensors.experts(layer))
+
+
+def _token_parts(spec: ModelSpec, tensors: DecoderTensors | None, layer: int) -> Iterator[Stored]:
+    """Yield the matrices of a layer that tokens' own embeddings pass, with the layer's part of their projection."""
+    if (inputs := spec.token_inputs) is None:
+        return
+    size, hidden = inputs.size, spec.hidden_size
+    gate, stored = (None, None) if tensors is None else (tensors.token_gate(layer), tensors.token_inputs())
+    if gate is None or stored is None:
+        for shape in ((size, hidden), (hidden, size), (size, hidden)):
+            yield StoredTensor("own", "bfloat16", shape, _NOTHING)
+        return
+    yield from (*gate.gate.weights, *gate.out.weights)
+    yield from (part.span(layer * size, (layer + 1) * size) for part in stored.projection.weights)
 
 
 class _Sizer:

@@ -13,7 +13,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,10 +27,10 @@ from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, MAX_HEAD
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
+from penstock.gpu_node.model.checkpoint.row_orders import halves_orders, input_order, rows_by_part, value_order
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
 from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import TEXT_BASES, read_safetensors
-from penstock.gpu_node.model.checkpoint.tensors import input_order, rows_by_part, value_order
 from penstock.gpu_node.model.checkpoint.usable_file import require_usable
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
 from penstock.runtime.reading import reading
@@ -102,7 +102,8 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     Raises ConfigError that names a missing file or tensor, an unsupported setting, or a tensor for another model.
     """
     config, weights = read_object(folder / CONFIG_FILE), _weights_of(folder)
-    rank, factor = _rank_and_factor(config)
+    # PEFT says so of the base model's matrices. Those of the adapter are as always.
+    rank, factor = _rank_and_factor({**config, "fan_in_fan_out": False} if spec.transposed else config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
     _check_size(weights, spec, rank)
@@ -155,7 +156,12 @@ def _pairs_of(
     rows_of_parts = dict(enumerate(_row_orders(kind, matrix)))
     if matrix == "out" and isinstance(kind.recurrence, DeltaRule) and kind.recurrence.tiles_values:
         columns = value_order(kind.recurrence)
+    found: dict[str, _Pair] = {}
     for part, (name, rows) in enumerate(spec.parts_of(kind, matrix)):
+        if name in found:
+            # Values from the projection of keys.
+            yield replace(found[name], part=part)
+            continue
         full = name.format(layer=layer)
         # An adapter of a model without its head, as those for embeddings are, lacks the first part of names. That of a
         # model for images has a further part.
@@ -165,14 +171,17 @@ def _pairs_of(
         up_name = down_name.replace(".lora_A.", ".lora_B.")
         if down_name in stored or up_name in stored:
             down = _take(stored, down_name, (rank, spec.columns_of(kind, matrix)))
-            yield _Pair(part, down, _take(stored, up_name, (rows, rank)), rows_of_parts.get(part), columns)
+            found[name] = _Pair(part, down, _take(stored, up_name, (rows, rank)), rows_of_parts.get(part), columns)
+            yield found[name]
 
 
 def _row_orders(kind: LayerSpec, matrix: MatrixName) -> tuple[NDArray[np.int32], ...]:
     """Return the order of the rows of each part of a matrix in the base model; () if it is that of the adapter."""
     attention, mixer = kind.attention, kind.recurrence
-    if matrix == "qkv" and attention is not None and len(attention.qkv) == 1:
+    if matrix == "qkv" and attention is not None and attention.is_fused:
         return (np.concatenate(rows_by_part(attention)),)
+    if matrix == "qkv" and attention is not None and attention.interleaved:
+        return halves_orders(attention)
     if matrix == "qkv" and isinstance(mixer, DeltaRule) and mixer.is_fused:
         return (input_order(mixer),)
     if matrix == "qkv" and isinstance(mixer, DeltaRule) and mixer.tiles_values:

@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
@@ -15,6 +18,7 @@ from penstock.gpu_node.model.architecture.rope import Rope
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, state_bytes
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.packed_file import PackedWeights
 from penstock.gpu_node.model.native.packing import NativeAdapters
@@ -28,7 +32,7 @@ from penstock.gpu_node.model.native.ranks import (
     check_size,
     facts_of,
 )
-from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.native.runner import NativeRunner, TokenRows
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
@@ -65,7 +69,7 @@ log = logging.getLogger(__package__)
 
 
 PAGE_TOKENS = 16
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _STATE_COLUMNS = 32
 """kStateColumns of src/model/recurrent_stage.h."""
 _KEY_GROUP = 32
@@ -158,8 +162,24 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
         packing=packing,
         ranks=ranks,
+        token_rows=_token_rows(described),
     )
     return runner, arithmetic
+
+
+def _token_rows(described: Description) -> TokenRows | None:
+    """Return a function from token ids to the tokens' embeddings for each layer, read from the mapped file."""
+    if described.spec.token_inputs is None:
+        return None
+    stored = DecoderTensors(described.open_checkpoint(), described.spec).token_inputs()
+    if stored is None:
+        return None
+    table = stored.table
+
+    def rows(ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return table.take_rows(ids, len(ids), table.shape[1]).to_float32()
+
+    return rows
 
 
 def load_rank(
@@ -250,9 +270,9 @@ def set_positions(model: NativeModel, described: Description) -> None:
 
 def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
     """Return the size of all matrices. A tied embedding has no matrix of its own."""
-    of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT)
+    of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
     matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
-    tables = [(Slot.HEAD, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
+    tables = [(Slot.HEAD, 0), (Slot.TOKEN_INPUTS, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
 
 
@@ -331,6 +351,9 @@ def _check_sizes(spec: ModelSpec) -> None:
     if spec.query_growths:
         start = min(growth.length for growth in spec.query_growths)
         raise NativeUnavailableError(f"queries grow with positions from {start:,} on", f"--max-model-len {start}")
+    if spec.token_inputs is not None and spec.token_inputs.size % PANEL:
+        reason = f"tokens' embeddings for each layer have {spec.token_inputs.size} numbers, no multiple of {PANEL}"
+        raise NativeUnavailableError(reason, "--runner torch")
     for mixer in spec.recurrences:
         _check_recurrence(mixer)
     for layer in spec.kinds:
@@ -374,9 +397,9 @@ def kv_head_bytes(attention: Attention, kv_cache_dtype: str) -> int:
 def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> int:
     """Return the bytes of the keys and values of one token in a rank's cache."""
     return sum(
-        len(kv_head_spans(layer.attention, place.size)[place.rank]) * kv_head_bytes(layer.attention, kv_cache_dtype)
+        len(kv_head_spans(own, place.size)[place.rank]) * kv_head_bytes(own, kv_cache_dtype)
         for layer in spec.layers
-        if layer.attention is not None
+        if (own := layer.own_keys) is not None
     )
 
 
@@ -404,6 +427,9 @@ def _shapes_of(
         num_ranks=place.size,
         num_state_slots=state_slots_of(described, options),
     )
+    if (inputs := spec.token_inputs) is not None:
+        native.token_size = inputs.size
+        native.token_scale, native.token_projection_scale = inputs.scale, inputs.projection_scale
     kinds = {layer: _native_layer(layer, spec.ropes) for layer in spec.kinds}
     return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
 
@@ -425,9 +451,12 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
         native.has_position_biases = attention.has_position_biases
         native.joins_head_norms = attention.joint_head_norms
         native.score_scale, native.score_cap = attention.score_scale or 0.0, attention.score_cap or 0.0
-        native.has_output_gate = attention.output_gate
+        native.has_output_gate, native.has_value_norm = attention.output_gate, attention.value_norm
+        native.source = 0 if attention.source is None else 1 + attention.source
     if layer.recurrence is not None:
         _set_recurrence(native, layer.recurrence)
+    if layer.token_gate is not None:
+        native.token_activation = _ACTIVATIONS[layer.token_gate.activation]
     if mlp is not None:
         native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
         native.activation = _ACTIVATIONS[mlp.activation]
@@ -462,5 +491,5 @@ def is_rotated(spec: ModelSpec, quantization: str) -> bool:
     """
     has_output_norms = any(layer.post_attention_norm or layer.post_mlp_norm for layer in spec.kinds)
     # The router of a mixture and the gates of a recurrent mixer are no matrices that the weights are multiplied into.
-    is_read = any(mlp.experts for mlp in spec.mlps) or bool(spec.recurrences)
+    is_read = any(mlp.experts for mlp in spec.mlps) or bool(spec.recurrences) or spec.token_inputs is not None
     return quantization == "int8" and spec.norm == "rms" and not has_output_norms and not is_read

@@ -143,6 +143,12 @@ class Packer:
         for layer in range(spec.num_layers):
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
+        if (positions := tensors.position_embedding()) is not None:
+            vectors = positions.to_float32()
+            self._set_vector(Vector.POSITION_EMBEDDINGS, 0, np.pad(vectors, ((0, 0), (0, -vectors.shape[1] % PANEL))))
+        if (inputs := tensors.token_inputs()) is not None:
+            self._fuse(Slot.TOKEN_INPUTS, 0, inputs.projection)
+            self._set_vector(Vector.TOKEN_INPUT_NORM, 0, inputs.norm.to_float32() + np.float32(spec.norm_offset))
         gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
         if gains is not None:
             self._set_vector(Vector.FINAL_GAINS, 0, gains)
@@ -160,7 +166,8 @@ class Packer:
         if qkv is not None and out is not None:
             self._fuse(Slot.QKV, layer, qkv, self._set_norm(Vector.ATTENTION_NORM, layer, attention_norm))
             for vector, weight in zip((Vector.Q_NORM, Vector.K_NORM), tensors.head_norms(layer) or (), strict=False):
-                self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
+                if weight is not None:
+                    self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
             self._fuse(Slot.OUT, layer, out)
         if (sinks := tensors.sinks(layer)) is not None:
             self._set_vector(Vector.SINKS, layer, sinks.to_float32())
@@ -170,6 +177,12 @@ class Packer:
         if mlp is not None:
             gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
             self._pack_mlp(layer, gains, is_gated=mlp.is_gated)
+        if (gate := tensors.token_gate(layer)) is not None:
+            self._fuse(Slot.TOKEN_GATE, layer, gate.gate)
+            self._fuse(Slot.TOKEN_OUT, layer, gate.out)
+            self._set_norm(Vector.TOKEN_NORM, layer, gate.norm)
+        if (scale := tensors.output_scale(layer)) is not None:
+            self._set_vector(Vector.OUTPUT_SCALE, layer, scale.to_float32())
 
     def _pack_recurrence(self, layer: int) -> None:
         """Set the small tensors of a recurrent mixer."""

@@ -172,6 +172,10 @@ class CrowdedCores:
             log.warning("other processes use the cores", extra=extra)
 
 
+TokenRows: TypeAlias = Callable[[NDArray[np.int32]], NDArray[np.float32]]
+"""Returns the embeddings of tokens for each layer, [num_tokens, layers * size]."""
+
+
 class NativeRunner:
     """Runs each step on the native model's threads; `submit` starts the step and returns at once."""
 
@@ -191,6 +195,7 @@ class NativeRunner:
         weight_bytes: int,
         packing: BackgroundPacking | None = None,
         ranks: NativeRanks | None = None,
+        token_rows: TokenRows | None = None,
     ) -> None:
         """packing: of the weights; until it is done, the model reads the rows of the checkpoint.
 
@@ -206,6 +211,7 @@ class NativeRunner:
         self._weight_bytes = weight_bytes
         self._packing = packing
         self._ranks = ranks
+        self._token_rows = token_rows
         self._cores = CrowdedCores(num_threads)
         self._sampling = SamplingAddresses()
         self._started_s = 0.0
@@ -244,6 +250,7 @@ class NativeRunner:
         logprobs = logprob_buffers(plan.sampling.num_logprobs, self._vocab_size)
         scores = None if plan.scored is None else logprob_buffers(plan.scored.num_logprobs, self._vocab_size)
         outputs = StepOutputs(tokens, logprobs, scores, times_ms, hidden)
+        own = self._own_inputs(plan)
         native = NativePlan(
             *step_fields(plan, self._sampling.of(plan.sampling)),
             *addresses(*ragged, plan.adapters),
@@ -252,9 +259,14 @@ class NativeRunner:
             **wanted_logprobs(plan, outputs),
             **wanted_hidden(plan, outputs),
             **state_fields(plan),
+            token_inputs=addresses(own)[0],
         )
         self._start(plan, native)
-        return _InFlightStep(self._wait, outputs, plan, ragged)
+        return _InFlightStep(self._wait, outputs, plan, ragged, own)
+
+    def _own_inputs(self, plan: StepPlan) -> NDArray[np.float32] | None:
+        """Return the embeddings of a step's tokens for each layer; None if the model has none."""
+        return None if self._token_rows is None else self._token_rows(plan.token_ids)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
@@ -262,7 +274,9 @@ class NativeRunner:
         times_ms = np.zeros(3, dtype=np.float32)
         rest = *addresses(plan.adapters), len(plan.copies), *addresses(plan.copies)
         fields = step_fields(plan, self._sampling.of(plan.sampling))
-        native = NativePlan(*fields, *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms), **state_fields(plan))
+        own = self._own_inputs(plan)
+        more = state_fields(plan) | {"token_inputs": addresses(own)[0]}
+        native = NativePlan(*fields, *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms), **more)
         self._start(plan, native, returns_logits=True)
         self._wait()
         return logits

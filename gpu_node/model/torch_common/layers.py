@@ -96,6 +96,28 @@ class RecurrentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenGateWeights:
+    """What adds a token's own embedding for a layer."""
+
+    gate: Product
+    """[size, hidden]"""
+    out: Product
+    """[hidden, size]"""
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputWeights:
+    """The embeddings of tokens for each layer, and what is added to them."""
+
+    rows: Callable[[Tensor], Tensor]
+    """Returns the embeddings [num_tokens, layers * size] of token ids [num_tokens]."""
+    projection: Product
+    """[layers * size, hidden]"""
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one decoder layer."""
 
@@ -126,6 +148,9 @@ class LayerWeights:
     """[num_experts] in float32: added to the shares by which experts are chosen."""
     shared_gate: Tensor | None = None
     """[1, hidden] in float32: the gate of the experts that every token has."""
+    token_gate: TokenGateWeights | None = None
+    output_scale: Tensor | None = None
+    """[1] in float32: the factor of the hidden state behind the layer."""
 
     def expert(self, index: int) -> tuple[Product, Product]:
         """Return the products of an expert."""
@@ -142,6 +167,9 @@ class DecoderWeights:
     """The layers in order; each step iterates over them once."""
     final_norm: Norm
     head: Product
+    token_inputs: TokenInputWeights | None = None
+    positions: Tensor | None = None
+    """[max_position, hidden]: what is added to the embeddings of tokens."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,6 +13,7 @@ from penstock.gpu_node.model.architecture.rope import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -56,6 +57,10 @@ def _frequencies(rope: Rope, num_positions: int) -> Table:
     frequencies = _powers(np.array([[rope.theta]]), rope.dim)
     if isinstance(scaling, LinearScaling):
         return frequencies / np.float32(scaling.factor)
+    if isinstance(scaling, ProportionalScaling):
+        is_turned = np.arange(frequencies.shape[-1]) < scaling.num_turned
+        turned: Table = np.where(is_turned, frequencies / np.float32(scaling.factor), np.float32(0))
+        return turned
     if isinstance(scaling, FactorsScaling):
         factors: Table = np.array(scaling.factors, dtype=np.float32)
         return frequencies / factors

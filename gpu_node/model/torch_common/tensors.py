@@ -17,6 +17,8 @@ from penstock.gpu_node.model.checkpoint.tensors import (
     StoredNorm,
     StoredRecurrence,
     StoredRouting,
+    StoredTokenGate,
+    StoredTokenInputs,
 )
 from penstock.gpu_node.model.torch_common.layers import (
     HeadWeights,
@@ -26,6 +28,8 @@ from penstock.gpu_node.model.torch_common.layers import (
     Product,
     RecurrentWeights,
     ScanWeights,
+    TokenGateWeights,
+    TokenInputWeights,
     missing,
 )
 
@@ -85,10 +89,11 @@ def read_layer(
         return None if stored is None else norm(stored)
 
     attention_norm = norm_or_none(stored.attention_norm) or NoNorm(convert.dtype, convert.device)
-    head_norms = stored.head_norms
-    q_and_k = (
-        None if head_norms is None else (norm(StoredNorm(head_norms[0], None)), norm(StoredNorm(head_norms[1], None)))
-    )
+    q_and_k = None
+    if stored.head_norms is not None:
+        of_queries, of_keys = stored.head_norms
+        k_norm = NoNorm(convert.dtype, convert.device) if of_keys is None else norm(StoredNorm(of_keys, None))
+        q_and_k = norm(StoredNorm(of_queries, None)), k_norm
     mlps = [(linear(inner, convert), linear(out, convert)) for inner, out in stored.experts]
     (mlp_in, mlp_out), *more = mlps or [(missing, missing)]
     return LayerWeights(
@@ -107,7 +112,40 @@ def read_layer(
         sinks=_floats(stored.sinks),
         choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias),
         shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate),
+        token_gate=None if (gate := stored.token_gate) is None else _token_gate(gate, convert, linear, norm),
+        output_scale=_floats(stored.output_scale),
     )
+
+
+def _token_gate(
+    stored: StoredTokenGate,
+    convert: Converter,
+    linear: Callable[[StoredLinear, Converter], Product],
+    norm: Callable[[StoredNorm], Norm],
+) -> TokenGateWeights:
+    return TokenGateWeights(linear(stored.gate, convert), linear(stored.out, convert), norm(stored.norm))
+
+
+def read_token_inputs(
+    stored: StoredTokenInputs | None,
+    convert: Converter,
+    norm_eps: float,
+    linear: Callable[[StoredLinear, Converter], Product],
+) -> TokenInputWeights | None:
+    """Read the weights of tokens' embeddings for each layer. Rows of the table are read when a step needs them."""
+    if stored is None:
+        return None
+    norm = read_norm(StoredNorm(stored.norm, None), convert, norm_eps)
+    return TokenInputWeights(rows_of(stored.table, convert), linear(stored.projection, convert), norm)
+
+
+def rows_of(table: Stored, convert: Converter) -> Callable[[Tensor], Tensor]:
+    """Return a function from ids to rows of a table, which reads only these from the file."""
+
+    def rows(ids: Tensor) -> Tensor:
+        return convert.tensor(table.take_rows(ids.numpy(), len(ids), table.shape[1]))
+
+    return rows
 
 
 def _router(matrix: Stored, routing: StoredRouting | None) -> StoredLinear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self, TypeAlias
@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.contract.errors import InvariantError
+from penstock.gpu_node.model.architecture.mlp import Activation, Experts, Mlp
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.rope import Rope
-from penstock.gpu_node.model.architecture.spec import Activation, Attention, Experts, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, QueryGrowth
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm, TokenGateWeights
 from penstock.gpu_node.model.torch_common.positions import query_factors, rope_angles
-from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
-from penstock.gpu_node.model.torch_cpu.recurrent import RecurrentLayers
+from penstock.gpu_node.model.torch_cpu.attention import AttentionGroup, KvCache, PagedAttention
+from penstock.gpu_node.model.torch_cpu.recurrent import RecurrentLayers, StateSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class TorchAdapters:
         return _Part(firsts[part.part], *(torch.from_numpy(half).to(self._dtype) for half in (part.down, part.up)))
 
 
+_HALF_IN_SQUARE = 0.5**0.5
 _SHARES_EPS = 1e-6
 """Added to the sum by which sigmoid shares are divided."""
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -94,6 +96,20 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu2": lambda x: functional.relu(x).square(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the layers of a step share."""
+
+    attention: PagedAttention
+    caches: list[KvCache | None]
+    groups: list[AttentionGroup]
+    slots: Mapping[int, Tensor]
+    begun: list[int]
+    states: StateSteps | None
+    growths: Mapping[QueryGrowth, Tensor]
+    angles: Mapping[Rope, tuple[Tensor, ...]]
 
 
 class Decoder:
@@ -155,50 +171,89 @@ class Decoder:
         caches: of each layer, None without attention; tokens: indices of the step's tokens. A stage before the last one
         returns None.
         """
-        groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
-        slots, begun = attention.targets(plan)
-        steps = self.recurrent.steps_of(plan)
-        positions = torch.from_numpy(plan.positions)
-        growths = {growth: table[positions].view(-1, 1, 1) for growth, table in self._growths.items()}
-        angles = {
-            rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
-        }
+        adapted = self.adapters.rows_of(plan)
+        step = self._step_of(plan, caches, attention)
         # The residual stream stays in float32: rounding it per layer doubles the error of SmolLM2's bfloat16 logits.
         x = self._first_residual(plan)
-        layers = zip(self._spec.layers, self._weights.layers, caches, strict=True)
-        for i, (spec, layer, cache) in enumerate(layers):
+        own = self._token_inputs(x, plan)
+        for i, (spec, layer) in enumerate(zip(self._spec.layers, self._weights.layers, strict=True)):
             attended: Tensor | None = None
-            if spec.attention is not None and cache is not None:
-                rope = spec.attention.rope
-                q, gates, k, v = self._qkv(x, i, spec.attention, layer, None if rope is None else angles[rope], adapted)
-                if (growth := spec.attention.query_growth) is not None:
-                    q = q * growths[growth]
-                if begun:
-                    cache.zero(begun)
-                cache.store(k, v, slots[spec.attention.num_kv_heads])
-                attended = attention.attend(q, cache, groups, spec.attention, layer.sinks)
-                if gates is not None:
-                    attended = attended * torch.sigmoid(gates)
-            elif spec.recurrence is not None and layer.recurrence is not None and steps is not None:
+            if spec.attention is not None:
+                attended = self._attended(x, i, spec.attention, layer, step, adapted)
+            elif spec.recurrence is not None and layer.recurrence is not None and step.states is not None:
                 normed = layer.attention_norm(x)
                 projected = adapted.add(i, "qkv", normed, layer.qkv(normed))
-                attended = self.recurrent.mix(i, spec.recurrence, layer.recurrence, normed, projected, steps)
+                attended = self.recurrent.mix(i, spec.recurrence, layer.recurrence, normed, projected, step.states)
                 attended = attended.to(normed.dtype)
             if self._is_end(i):
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 x, adapted = x[tokens], adapted.at(tokens)
-                attended = None if attended is None else attended[tokens]
+                attended, own = (None if rows is None else rows[tokens] for rows in (attended, own))
             x = self._after_attention(x, attended, i, spec, layer, adapted)
+            if own is not None and layer.token_gate is not None:
+                x = x + _of_token(x, own[:, i], spec, layer.token_gate)
+            if layer.output_scale is not None:
+                x = x * layer.output_scale
         if self._part.is_last:
             return self._weights.final_norm(x)
         self.exchanges.to_next_stage(x)
         return None
 
+    def _step_of(self, plan: StepPlan, caches: list[KvCache | None], attention: PagedAttention) -> _Step:
+        positions = torch.from_numpy(plan.positions)
+        slots, begun = attention.targets(plan)
+        return _Step(
+            attention,
+            caches,
+            attention.groups(plan),
+            slots,
+            begun,
+            self.recurrent.steps_of(plan),
+            {growth: table[positions].view(-1, 1, 1) for growth, table in self._growths.items()},
+            {
+                rope: tuple(table[positions].unsqueeze(1) for table in tables)
+                for rope, tables in self._rotations.items()
+            },
+        )
+
+    def _attended(
+        self, x: Tensor, at: int, spec: Attention, layer: LayerWeights, step: _Step, adapted: AdaptedRows
+    ) -> Tensor:
+        """Store the keys and values of a layer, and return what its queries see."""
+        angles = None if spec.rope is None else step.angles[spec.rope]
+        q, gates, k, v = self._qkv(x, at, spec, layer, angles, adapted)
+        if (growth := spec.query_growth) is not None:
+            q = q * step.growths[growth]
+        cache = step.caches[at if spec.source is None else spec.source]
+        if cache is None:
+            raise InvariantError(f"layer {at} has no keys to attend to")
+        if spec.source is None:
+            if step.begun:
+                cache.zero(step.begun)
+            cache.store(k, v, step.slots[spec.num_kv_heads])
+        attended = step.attention.attend(q, cache, step.groups, spec, layer.sinks)
+        return attended if gates is None else attended * torch.sigmoid(gates)
+
     def _first_residual(self, plan: StepPlan) -> Tensor:
         if not self._part.is_first:
             return self.exchanges.from_stage_before(len(plan.token_ids), self._spec.hidden_size)
         embedded = self.exchanges.sum(self._weights.embedding(torch.from_numpy(plan.token_ids)))
-        return embedded.float() * self._spec.embedding_scale
+        scaled = embedded.float() * self._spec.embedding_scale
+        vectors = self._weights.positions
+        return scaled if vectors is None else scaled + vectors[torch.from_numpy(plan.positions)].float()
+
+    def _token_inputs(self, x: Tensor, plan: StepPlan) -> Tensor | None:
+        """Return the embeddings of the step's tokens for each layer, [num_tokens, layers, size], in float32.
+
+        x: what enters the first layer. None if the model has no such embeddings.
+        """
+        spec, weights = self._spec.token_inputs, self._weights.token_inputs
+        if spec is None or weights is None:
+            return None
+        shape = len(x), self._spec.num_layers, spec.size
+        projected = weights.projection(x.to(self._weights.dtype)).float() * spec.projection_scale
+        embedded = weights.rows(torch.from_numpy(plan.token_ids)).float() * spec.scale
+        return (weights.norm(projected.view(shape)).float() + embedded.view(shape)) * _HALF_IN_SQUARE
 
     def _is_end(self, layer: int) -> bool:
         """Return whether a layer is the model's last one."""
@@ -215,12 +270,15 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return queries and their output gates, keys and values.
 
-        Queries and gates: [num_tokens, num_heads, head_dim]; the others: [num_tokens, num_kv_heads, head_dim].
+        Queries and gates: [num_tokens, num_heads, head_dim]; the others: [num_tokens, num_kv_heads, head_dim], or
+        without heads if the layer reads those of another one.
         """
         normed, gates = layer.attention_norm(x), None
         fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
         first_key = spec.query_rows // spec.head_dim
-        q, k, v = fused.tensor_split((first_key, first_key + spec.num_kv_heads), dim=1)
+        q, k, v = fused.tensor_split((first_key, first_key + spec.projected_keys // spec.head_dim), dim=1)
+        if spec.value_norm:
+            v = functional.rms_norm(v.float(), (spec.head_dim,), eps=self._spec.norm_eps).to(v.dtype)
         if spec.output_gate:
             q, gates = q[:, ::2], q[:, 1::2]
         if layer.head_norms is not None:
@@ -265,6 +323,15 @@ class Decoder:
             return _routed(normed, spec, layer, self.exchanges.from_first(layer.router(normed).float()))
         gated = _gated(adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)), spec)
         return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
+
+
+def _of_token(x: Tensor, own: Tensor, spec: LayerSpec, weights: TokenGateWeights) -> Tensor:
+    """Return what a layer adds of its tokens' own embeddings. x: [num_tokens, hidden]; own: [num_tokens, size]."""
+    if spec.token_gate is None:
+        raise InvariantError("a layer has the weights of a gate that its spec does not have")
+    dtype = weights.norm.weight.dtype
+    gated = _ACTIVATIONS[spec.token_gate.activation](weights.gate(x.to(dtype)).float()) * own
+    return weights.norm(weights.out(gated.to(dtype))).float()
 
 
 def _gated(inner: Tensor, spec: Mlp) -> Tensor:

@@ -16,7 +16,6 @@ from penstock.contract.errors import ConfigError, InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, RankTensors, StoredLayer, StoredLinear
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
@@ -25,7 +24,7 @@ from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWei
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_common.ranks import ALONE, RankLinks
-from penstock.gpu_node.model.torch_common.tensors import Converter, read_layer, read_norm
+from penstock.gpu_node.model.torch_common.tensors import Converter, read_layer, read_norm, read_token_inputs, rows_of
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
@@ -132,10 +131,13 @@ def map_weights(
     else:
         layers = tuple(map(read, found()))
     final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset)
-    embedding = _rows_of(tensors.embedding(), convert) if part.is_first else _not_here
+    embedding = rows_of(tensors.embedding(), convert) if part.is_first else _not_here
     if part.size > 1:
         embedding = _rows_of_part(embedding, part.vocab, spec.hidden_size)
-    return DecoderWeights(embedding, layers, final_norm, head)
+    inputs = read_token_inputs(tensors.token_inputs(), convert, spec.norm_eps, packed_or_mapped)
+    positions = tensors.position_embedding()
+    vectors = None if positions is None else convert.tensor(positions)
+    return DecoderWeights(embedding, layers, final_norm, head, inputs, vectors)
 
 
 def _head(rows: Tensor, num_rows: int) -> Linear:
@@ -157,13 +159,6 @@ def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
     )
     parts = tuple(Linear(convert.tensor(weight), bias) for weight, bias in zip(stored.weights, biases, strict=True))
     return parts[0] if len(parts) == 1 else FusedLinear(parts)
-
-
-def _rows_of(table: Stored, convert: Converter) -> Callable[[Tensor], Tensor]:
-    def rows(ids: Tensor) -> Tensor:
-        return convert.tensor(table.take_rows(ids.numpy(), len(ids), table.shape[1]))
-
-    return rows
 
 
 def _rows_of_part(rows_of: Callable[[Tensor], Tensor], part: range, num_columns: int) -> Callable[[Tensor], Tensor]:
@@ -195,7 +190,7 @@ def fixed_options(described: Description, options: RunnerOptions) -> RunnerOptio
 
 def _token_bytes(part: RankPart, dtype: torch.dtype) -> int:
     """Return the bytes of a token in the caches of all ranks."""
-    own = sum(2 * len(part.keys(layer.attention)) for layer in part.whole.layers if layer.attention is not None)
+    own = sum(2 * len(part.keys(one)) for layer in part.whole.layers if (one := layer.own_keys) is not None)
     return own * part.size * dtype.itemsize
 
 

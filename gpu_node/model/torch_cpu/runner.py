@@ -72,7 +72,7 @@ class TorchRunner(OneThreadRunner):
         self._decoder = decoder
         self._attention = attention
         self._caches = [
-            None if (own := layer.attention) is None else KvCache(own, sizes.num_blocks, block_size, dtype)
+            None if (own := layer.own_keys) is None else KvCache(own, sizes.num_blocks, block_size, dtype)
             for layer in spec.layers
         ]
 

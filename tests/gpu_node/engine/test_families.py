@@ -14,7 +14,7 @@ from fakes.prompts import mixed_prompts
 from fakes.runners.runner_options import runner_options
 from fakes.ties import num_departures
 from fixtures.plans import Track, logits_of_step
-from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, LOGITS_ONLY, ORIGINAL_LENGTH
+from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, LOGITS_ONLY, ORIGINAL_LENGTH, WHOLE_FAMILIES
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -49,7 +49,7 @@ def _logits(model: Any, token_ids: list[int], *, one_by_one: bool) -> NDArray[np
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | WHOLE_FAMILIES)
 def test_logits_equal_transformers_in_one_step_in_chunks_and_after_a_prefix(family_folder: Folder, name: str) -> None:
     runner: Any = load_model(str(family_folder(name)), OPTIONS, lambda stage, fraction: None).runner
     whole, cut, other = (random.Random(seed).choices(range(384), k=LENGTH) for seed in (0, 0, 1))
@@ -78,7 +78,7 @@ EACH_RUN = ("llama", "mistral", "falcon 7b", "gpt-neox")
     "name",
     [
         pytest.param(name, marks=() if name in EACH_RUN else pytest.mark.slow)
-        for name in FAMILIES
+        for name in FAMILIES | WHOLE_FAMILIES
         if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)
     ],
 )

@@ -33,7 +33,10 @@ GROUP = "penstock.families"
 
 _TEXT_MODELS = {
     "gemma2": "Gemma2ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
@@ -110,8 +113,10 @@ def _family_or_none(config: Mapping[str, Any]) -> Family | None:
     # A model that was saved without its head, as those for embeddings are, names itself `…Model`.
     found = families().get(architecture) or families().get(re.sub("Model$", "ForCausalLM", architecture))
     if found is None and (inner := families().get(_TEXT_MODELS.get(text_kind_of(config) or "", ""))) is not None:
-        return replace(inner, has_text_config=True)
-    return found
+        found = replace(inner, has_text_config=True)
+    inner_config = config.get("text_config") if found is not None and found.has_text_config else None
+    is_for = found is None or found.is_for(inner_config if isinstance(inner_config, dict) else config)
+    return found if is_for else None
 
 
 def text_config_of(config: Mapping[str, Any]) -> dict[str, Any]:

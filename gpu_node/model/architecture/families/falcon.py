@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.gpu_node.model.architecture.hf_config import Config, activation_of, head_dim_of, max_position_of, rope_of
-from penstock.gpu_node.model.architecture.spec import Attention, Family, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.gpu_node.model.architecture.spec import Attention, Family, LayerSpec, ModelSpec
 
 _LAYER = "transformer.h.{layer}."
 _NUM_NORMS_OF_NEW = 2

@@ -14,7 +14,8 @@ from penstock.gpu_node.model.architecture.hf_config import (
     num_experts_of,
     windows_of_kinds,
 )
-from penstock.gpu_node.model.architecture.spec import ClampedGate, Experts, Family, LayerSpec, ModelSpec
+from penstock.gpu_node.model.architecture.mlp import ClampedGate, Experts
+from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
 
 _EXPERT = MLP + "experts.{expert}."
 _DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

@@ -18,8 +18,9 @@ from penstock.gpu_node.model.architecture.hf_config import (
     num_shared_experts,
     rope_of,
 )
+from penstock.gpu_node.model.architecture.mlp import Experts, Mlp, SharedExperts
 from penstock.gpu_node.model.architecture.recurrent import StateSpace
-from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, Mlp, ModelSpec, SharedExperts
+from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
 
 _DEFAULTS = {
     "shared_intermediate_size": 1024,

@@ -16,8 +16,9 @@ from penstock.gpu_node.model.architecture.hf_config import (
     num_experts_of,
     rope_of,
 )
+from penstock.gpu_node.model.architecture.mlp import Experts, Mlp
 from penstock.gpu_node.model.architecture.recurrent import ShortConvolution
-from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, Mlp, ModelSpec
+from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
 
 _DEFAULTS = {
     "vocab_size": 65_536,

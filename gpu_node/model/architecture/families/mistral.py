@@ -18,7 +18,8 @@ from penstock.gpu_node.model.architecture.hf_config import (
     llama_model,
     num_experts_of,
 )
-from penstock.gpu_node.model.architecture.spec import Experts, Family, ModelSpec, QueryGrowth
+from penstock.gpu_node.model.architecture.mlp import Experts
+from penstock.gpu_node.model.architecture.spec import Family, ModelSpec, QueryGrowth
 
 _DEFAULT_WINDOW = 4096
 _MINISTRAL3_DEFAULTS = {"max_position_embeddings": 262_144, "head_dim": 128, "rms_norm_eps": 1e-5}

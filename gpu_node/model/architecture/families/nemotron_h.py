@@ -10,16 +10,9 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.hf_config import LAYER, Config, activation_of, layers_of, llama_model
+from penstock.gpu_node.model.architecture.mlp import Experts, Mlp, SharedExperts
 from penstock.gpu_node.model.architecture.recurrent import StateSpace
-from penstock.gpu_node.model.architecture.spec import (
-    Attention,
-    Experts,
-    Family,
-    LayerSpec,
-    Mlp,
-    ModelSpec,
-    SharedExperts,
-)
+from penstock.gpu_node.model.architecture.spec import Attention, Family, LayerSpec, ModelSpec
 
 _DEFAULTS = {
     "num_attention_heads": 32,

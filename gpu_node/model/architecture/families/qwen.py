@@ -18,7 +18,8 @@ from penstock.gpu_node.model.architecture.hf_config import (
     num_experts_of,
     sliding_windows,
 )
-from penstock.gpu_node.model.architecture.spec import Experts, Family, LayerSpec, ModelSpec
+from penstock.gpu_node.model.architecture.mlp import Experts
+from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
 
 _QWEN3_HEAD_DIM = 128
 _EXPERT = MLP + "experts.{expert}."

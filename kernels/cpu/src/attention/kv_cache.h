@@ -19,7 +19,7 @@ namespace penstock {
 constexpr int kPage = kLanes;
 // Tokens whose positions have the same quotient by this may share words of the values, so one thread must store them.
 constexpr int kTokensPerWord = 4;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 // Channels of a key in int8 that share a scale. The last group of a head may be smaller.
 constexpr int kKeyGroup = 32;
 

@@ -59,6 +59,10 @@ enum Vector {
   kChoiceBias = 21,
   kSharedGate = 22,
   kSkips = 23,
+  kOutputScale = 24,
+  kTokenNorm = 25,
+  kTokenInputNorm = 26,
+  kPositionEmbeddings = 27,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -112,6 +116,14 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].recurrent.skips;
     case kValueNorm:
       return weights.layers[layer].recurrent.norm;
+    case kOutputScale:
+      return weights.layers[layer].output_scale;
+    case kTokenNorm:
+      return weights.layers[layer].token_norm.weight;
+    case kTokenInputNorm:
+      return weights.token_input_norm;
+    case kPositionEmbeddings:
+      return weights.positions.embeddings;
     case kFinalGains:
       return weights.final_gains;
     default:

@@ -50,14 +50,15 @@ struct AttentionStage::RowInputs {
 
 AttentionStage::AttentionStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
                                const PositionTables& positions, const KvCache& cache, const Step& step,
-                               const StepBuffers& buffers)
+                               const StepBuffers& buffers, int last_keeper)
     : spec_(spec),
       group_(group),
       biases_stride_(round_up(spec.max_position, kChunk)),
       positions_(positions),
       cache_(cache),
       step_(step),
-      buffers_(buffers) {
+      buffers_(buffers),
+      last_keeper_(last_keeper) {
   for (int i = 0; i < spec.num_layers; ++i) {
     const LayerSpec& layer = layers[i];
     const auto is_alike = [&](const Heads& heads) {
@@ -68,8 +69,14 @@ AttentionStage::AttentionStage(const Spec& spec, const LayerSpec* layers, const 
     auto known = std::find_if(heads_.begin(), heads_.end(), is_alike);
     if (known == heads_.end()) {
       const Span own = share.kv_heads(i);
-      known = heads_.insert(known, Heads{own.count(), layer.group(), layer.head_dim, own.begin, layer.num_kv_heads,
-                                         HadamardRotation(layer.head_dim), AttentionPlan()});
+      known = heads_.insert(known, Heads{own.count(),
+                                         layer.group(),
+                                         layer.head_dim,
+                                         own.begin,
+                                         layer.num_kv_heads,
+                                         HadamardRotation(layer.head_dim),
+                                         AttentionPlan(),
+                                         {}});
     }
     heads_of_layer_.back() = (int)(known - heads_.begin());
   }
@@ -79,19 +86,33 @@ void AttentionStage::prepare(const Team& team) {
   by_head_ = team.spans_nodes();
   for (Heads& heads : heads_) {
     heads.plan.set(heads.count, heads.group, spec_.block_size, step_.plan, team.size());
+    if (last_keeper_ + 1 < spec_.num_layers) find_wanted(heads);
     if (heads.plan.splits_spans) {
       partials_.reserve((size_t)heads.plan.span_starts.back() * heads.count * kMaxQueryRows);
     }
   }
 }
 
+void AttentionStage::find_wanted(Heads& heads) const {
+  std::vector<char> is_head(step_.plan.num_tokens, 0);
+  for (const int token : step_.head_tokens) is_head[token] = 1;
+  heads.is_wanted.clear();
+  for (const QueryTile& tile : heads.plan.tiles) {
+    const auto begin = is_head.begin() + token_of(heads, tile, 0);
+    const auto end = is_head.begin() + token_of(heads, tile, tile.rows - 1) + 1;
+    heads.is_wanted.push_back(std::find(begin, end, 1) != end);
+  }
+}
+
 void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
-  const auto normed = [&](int i) { return layer.attention_norm.apply(buffers_.hidden.row(i)).values; };
+  const auto normed = [&](int i) {
+    return layer.attention_norm.apply(buffers_.hidden.row(products.tokens()[i])).values;
+  };
   const bool is_joint = layer.spec.joins_head_norms && !group_.is_alone();
   const RowBuffer& rows = is_joint ? buffers_.joint : buffers_.qkv;
   products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      std::copy_n(out + r * kPanel, kPanel, rows.row(first + r) + panel * kPanel);
+      std::copy_n(out + r * kPanel, kPanel, rows.row(products.tokens()[first + r]) + panel * kPanel);
     }
   });
   if (is_joint) group_.meet(worker);
@@ -118,12 +139,13 @@ void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProduct
 
 void AttentionStage::attend(Worker& worker, const Layer& layer) const {
   const Heads& heads = heads_of(layer);
-  if (!heads.plan.stores_with_tiles) store_all(worker, layer);
+  const bool has_keys = layer.spec.has_keys();
+  if (has_keys && !heads.plan.stores_with_tiles) store_all(worker, layer);
   if (heads.plan.splits_spans) return attend_by_span(worker, layer);
   const KvLayer& cache = cache_.layer(layer.index);
   const int end = heads.num_items();
   worker.for_each(end, [&](int i) {
-    if (heads.plan.stores_with_tiles) {
+    if (has_keys && heads.plan.stores_with_tiles) {
       const auto [token, head] = item(heads, i);
       store_key_value(layer, token, head);
       if (i + 1 < end) cache.fetch(slot_of(item(heads, i + 1).tile), item(heads, i + 1).head);
@@ -153,7 +175,13 @@ void AttentionStage::store_key_value(const Layer& layer, int token, int head) co
   prepare_head(layer, keys + own * dim, layer.k_norm, step_.plan.positions[token], key);
   const int slot = slot_of(token);
   const KvLayer& cache = cache_.layer(layer.index);
-  cache.set(slot, head, key, keys + (layer.spec.num_kv_heads + own) * dim);
+  const float* value = keys + (layer.spec.num_kv_heads + own) * dim;
+  alignas(64) float normed[kMaxHeadDim];
+  if (layer.spec.has_value_norm) {
+    unit_norm(value, dim, spec_.norm_eps, normed);
+    value = normed;
+  }
+  cache.set(slot, head, key, value);
   if (begins_last_page(token)) cache.clear_behind(slot, head);
 }
 
@@ -194,6 +222,7 @@ bool AttentionStage::begins_last_page(int token) const {
 void AttentionStage::attend_tile(const Layer& layer, int i) const {
   const Heads& heads = heads_of(layer);
   const Item own = item(heads, i);
+  if (!attends_for(layer, own.tile)) return;
   const QueryTile& tile = heads.plan.tiles[own.tile];
   RowInputs inputs;
   RowState states[kMaxQueryRows];
@@ -202,13 +231,13 @@ void AttentionStage::attend_tile(const Layer& layer, int i) const {
     const Item next = item(heads, i + 1);
     rows.next = context_of(heads.plan.tiles[next.tile], layer, next.head);
   }
-  penstock::attend(cache_.layer(layer.index), rows, tile.context, states);
+  penstock::attend(cache_.layer(layer.keys_of()), rows, tile.context, states);
   write_rows(layer, tile, own.head, states);
 }
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
   const Heads& heads = heads_of(layer);
-  const KvLayer& cache = cache_.layer(layer.index);
+  const KvLayer& cache = cache_.layer(layer.keys_of());
   const std::vector<QueryTile>& tiles = heads.plan.tiles;
   const std::vector<int>& starts = heads.plan.span_starts;
   const auto partial = [&](int span, int head) {
@@ -217,12 +246,14 @@ void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
   worker.for_each(starts.back() * heads.count, [&](int i) {
     const auto [span, head] = item_of(heads, i, starts.back());
     const int t = (int)(std::upper_bound(starts.begin(), starts.end(), span) - starts.begin()) - 1;
+    if (!attends_for(layer, t)) return;
     const int begin = (span - starts[t]) * kSpan, end = std::min(begin + kSpan, tiles[t].context);
     RowInputs inputs;
     attend_span(cache, query_rows(tiles[t], layer, head, inputs), begin, end, partial(span, head));
   });
   worker.for_each(heads.num_items(), [&](int i) {
     const auto [t, head] = item(heads, i);
+    if (!attends_for(layer, t)) return;
     RowState* states = partial(starts[t], head);
     for (int span = starts[t] + 1; span < starts[t + 1]; ++span) {
       for (int r = 0; r < tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], heads.dim);

@@ -13,11 +13,12 @@ namespace penstock {
 class AttentionStage {
  public:
   AttentionStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
-                 const PositionTables& positions, const KvCache& cache, const Step& step, const StepBuffers& buffers);
+                 const PositionTables& positions, const KvCache& cache, const Step& step, const StepBuffers& buffers,
+                 int last_keeper);
 
   // Plans the step, and reserves memory for it.
   void prepare(const Team& team);
-  // Computes the queries, keys and values of all tokens, of a rank those of its heads.
+  // Computes the queries, keys and values of the products' tokens, of a rank those of its heads.
   void project(Worker& worker, const Layer& layer, LayerProducts& products) const;
   // Stores the keys and values in the cache, and attends.
   void attend(Worker& worker, const Layer& layer) const;
@@ -35,6 +36,7 @@ class AttentionStage {
     // Of queries and keys whose cache is int8: a few channels of a key are far larger than the others.
     HadamardRotation rotation;
     AttentionPlan plan;
+    std::vector<char> is_wanted;  // by tile: whether it has a head token
 
     int query_of(int head, int row) const { return (first + head) * group + row % group; }
     int num_items() const { return (int)plan.tiles.size() * count; }
@@ -56,6 +58,11 @@ class AttentionStage {
   void prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position, float* out) const;
   int slot_of(int token) const;
   bool begins_last_page(int token) const;
+  // Whether a layer attends for a tile. Behind the last layer that keeps something, only head tokens matter.
+  bool attends_for(const Layer& layer, int tile) const {
+    return layer.index <= last_keeper_ || heads_of(layer).is_wanted[tile];
+  }
+  void find_wanted(Heads& heads) const;
   void attend_by_span(Worker& worker, const Layer& layer) const;
   void attend_tile(const Layer& layer, int i) const;
   int token_of(const Heads& heads, const QueryTile& tile, int row) const;
@@ -70,6 +77,7 @@ class AttentionStage {
   const KvCache& cache_;
   const Step& step_;
   const StepBuffers& buffers_;
+  const int last_keeper_;            // the last layer with keys and values of its own, or with a state
   std::vector<Heads> heads_;         // the different ones
   std::vector<int> heads_of_layer_;  // by layer: the index of its heads; -1 without attention
   bool by_head_ = false;

@@ -39,9 +39,9 @@ class LayerProducts {
   void run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish);
 
   // Adds each row's product with a layer's matrix to the hidden state of the row's token, as far as this rank computes
-  // that. `norm` norms the products if it is present.
+  // that. `norm` norms the products if it is present; the sum is then multiplied by `factor`.
   template <class Read>
-  void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm);
+  void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm, float factor = 1.f);
 
  private:
   // Inputs of a layer's matrices: the normed hidden state, the output of the attention, the gated product.
@@ -56,7 +56,7 @@ class LayerProducts {
 
   static Input input_of(Slot slot) {
     if (slot == Slot::kOut) return kAttended;
-    return slot == Slot::kMlpOut ? kGated : kNormed;
+    return slot == Slot::kMlpOut || slot == Slot::kTokenOut ? kGated : kNormed;
   }
   // Returns the rows that a matrix reads. They are added if they are not there yet, which only `prepare` may do.
   static Activations& rows_for(Inputs& inputs, Slot slot, const Matrix& matrix);
@@ -98,7 +98,8 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
 }
 
 template <class Read>
-void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm) {
+void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm,
+                        float factor) {
   const float scale = spec_.residual_scale;
   if (norm.is_present()) {
     run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
@@ -110,7 +111,10 @@ void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Rea
     const Span own = share_.hidden();
     worker.for_each((int)tokens_.size(), [&](int i) {
       const float* normed = norm.apply(buffers_.outputs.row(i)).values;
-      add_scaled(normed + own.begin, scale, own.count(), buffers_.hidden.row(tokens_[i]) + own.begin);
+      float* sum = buffers_.hidden.row(tokens_[i]) + own.begin;
+      add_scaled(normed + own.begin, scale, own.count(), sum);
+      if (factor == 1) return;
+      for (int c = 0; c < own.count(); c += kLanes) store(sum + c, load(sum + c) * broadcast(factor));
     });
     return;
   }

@@ -12,7 +12,9 @@ void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) 
   group_.meet(worker);
   const HadamardRotation* rotation = weights_.gated_rotation(layer);
   const auto gated = [&](int i) { return gated_row(layer, rotation, i); };
-  products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm);
+  // What a token's own embedding adds comes later.
+  const bool is_last = !layer.token_norm.is_present();
+  products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm, is_last ? layer.output_factor() : 1.f);
 }
 
 namespace {
@@ -27,26 +29,30 @@ Floats clamped_gate(const LayerSpec& spec, Floats gate, Floats up) {
 
 }  // namespace
 
+Floats activated(Activation kind, Floats x) {
+  switch (kind) {
+    case Activation::kGelu:
+      return gelu(x);
+    case Activation::kGeluTanh:
+      return gelu_tanh(x);
+    case Activation::kRelu2:
+      return squared_relu(x);
+    default:
+      return silu(x);
+  }
+}
+
 void activate(const LayerSpec& spec, const float* inner, int panel, float* row) {
-  const auto activated = [&](Floats x) {
-    switch ((Activation)spec.activation) {
-      case Activation::kGelu:
-        return gelu(x);
-      case Activation::kGeluTanh:
-        return gelu_tanh(x);
-      case Activation::kRelu2:
-        return squared_relu(x);
-      default:
-        return silu(x);
-    }
-  };
+  const auto kind = (Activation)spec.activation;
   if (spec.is_gated) {
     const Floats gate = load(inner), up = load(inner + kLanes);
-    store(row + panel * kLanes, spec.gate_limit > 0 ? clamped_gate(spec, gate, up) : activated(gate) * up);
+    store(row + panel * kLanes, spec.gate_limit > 0 ? clamped_gate(spec, gate, up) : activated(kind, gate) * up);
     const int panels = spec.inner_panels();
     if (panel + 1 == panels && panels % 2) store(row + panels * kLanes, zeros());
   } else {
-    for (int j = 0; j < kPanel; j += kLanes) store(row + panel * kPanel + j, activated(load(inner + j)));
+    for (int j = 0; j < kPanel; j += kLanes) {
+      store(row + panel * kPanel + j, activated(kind, load(inner + j)));
+    }
   }
 }
 

@@ -6,6 +6,8 @@
 
 namespace penstock {
 
+Floats activated(Activation kind, Floats x);
+
 // Applies the activation to one panel of the MLP's inner products, and writes the row that the second matrix reads.
 // Behind the last panel it clears the row's padding, where a wider layer may have left numbers.
 void activate(const LayerSpec& spec, const float* inner, int panel, float* row);

@@ -10,9 +10,19 @@ namespace {
 std::vector<KvShape> kv_shapes_of(const Spec& spec, const LayerSpec* layers, const Share& share) {
   std::vector<KvShape> shapes;
   for (int i = 0; i < spec.num_layers; ++i) {
-    shapes.push_back({(KvFormat)spec.kv_format, share.kv_heads(i).count(), layers[i].head_dim, spec.block_size});
+    shapes.push_back({(KvFormat)spec.kv_format, layers[i].has_keys() ? share.kv_heads(i).count() : 0,
+                      layers[i].head_dim, spec.block_size});
   }
   return shapes;
+}
+
+// The last layer that keeps something of each token: keys and values, or a state.
+int last_keeper_of(const Spec& spec, const LayerSpec* layers) {
+  int last = 0;
+  for (int i = 0; i < spec.num_layers; ++i) {
+    if (layers[i].has_keys() || layers[i].recurs()) last = i;
+  }
+  return last;
 }
 
 }  // namespace
@@ -20,6 +30,7 @@ std::vector<KvShape> kv_shapes_of(const Spec& spec, const LayerSpec* layers, con
 Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const int32_t* cores)
     : spec_(spec),
       share_(spec, layers),
+      last_keeper_(last_keeper_of(spec, layers)),
       group_(spec.rank, spec.group_size()),
       team_(num_threads, cores),
       weights_(spec, layers),
@@ -28,7 +39,8 @@ Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const i
       buffers_(spec, layers),
       products_(step_.all_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       last_products_(step_.head_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
-      attention_(spec_, layers, share_, group_, weights_.positions, cache_, step_, buffers_),
+      tokens_(spec_, weights_, step_, buffers_),
+      attention_(spec_, layers, share_, group_, weights_.positions, cache_, step_, buffers_, last_keeper_),
       recurrent_(spec_, layers, step_, buffers_),
       mlp_(group_, weights_, buffers_),
       experts_(spec_, layers, share_, group_, buffers_),
@@ -102,7 +114,7 @@ void Model::prepare() {
   for (const Layer& layer : weights_.layers) {
     LayerProducts& later = products_after_attention(layer);
     if (layer.spec.mixes()) {
-      products_.prepare(layer, Slot::kQkv);
+      products_before_attention(layer).prepare(layer, Slot::kQkv);
       later.prepare(layer, Slot::kOut);
     }
     if (layer.spec.num_experts > 0) {
@@ -111,7 +123,12 @@ void Model::prepare() {
       later.prepare(layer, Slot::kMlpIn);
       later.prepare(layer, Slot::kMlpOut);
     }
+    if (spec_.token_size > 0) {
+      later.prepare(layer, Slot::kTokenGate);
+      later.prepare(layer, Slot::kTokenOut);
+    }
   }
+  tokens_.prepare();
   attention_.prepare(team_);
   recurrent_.prepare();
   head_.prepare(team_.size());
@@ -131,6 +148,7 @@ void Model::compute(Worker& worker) {
   }
   const auto began = std::chrono::steady_clock::now();
   embed(worker);
+  tokens_.project(worker);
   for (const Layer& layer : weights_.layers) {
     run_layer(worker, layer);
     if (group_.is_over()) return;
@@ -162,10 +180,12 @@ void Model::embed(Worker& worker) {
     } else {
       buffers_.clear_paddings(i);
     }
-    if (spec_.embedding_scale == 1) return;
-    for (int c = 0; c < hidden.stride(); c += kLanes) {
+    for (int c = 0; spec_.embedding_scale != 1 && c < hidden.stride(); c += kLanes) {
       store(row + c, load(row + c) * broadcast(spec_.embedding_scale));
     }
+    if (weights_.positions.embeddings.count() == 0) return;
+    const float* position = &weights_.positions.embeddings[(size_t)step_.plan.positions[i] * hidden.stride()];
+    for (int c = 0; c < hidden.stride(); c += kLanes) store(row + c, load(row + c) + load(position + c));
   });
   group_.meet(worker);
 }
@@ -173,7 +193,9 @@ void Model::embed(Worker& worker) {
 void Model::run_layer(Worker& worker, const Layer& layer) {
   const bool mixes = layer.spec.mixes();
   if (mixes) {
-    attention_.project(worker, layer, products_);
+    LayerProducts& before = products_before_attention(layer);
+    if (before.tokens().empty()) return;
+    attention_.project(worker, layer, before);
     if (layer.spec.recurs()) {
       recurrent_.mix(worker, layer);
     } else {
@@ -194,6 +216,7 @@ void Model::run_layer(Worker& worker, const Layer& layer) {
     if (mixes && layer.spec.has_mlp()) group_.meet(worker);
     if (layer.spec.has_mlp()) run_mlp(worker, layer, products);
   }
+  if (spec_.token_size > 0) tokens_.add(worker, layer, products);
   group_.meet(worker);
 }
 

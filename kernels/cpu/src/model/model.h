@@ -11,6 +11,7 @@
 #include "model/score_stage.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
+#include "model/token_stage.h"
 #include "ranks/group.h"
 #include "ranks/share.h"
 #include "threads/team.h"
@@ -55,9 +56,12 @@ class Model {
   int wait();
 
  private:
-  // After the last layer's attention, only tokens whose logits are needed matter.
+  // Behind the last layer that keeps something of each token, only tokens whose logits are needed matter.
+  LayerProducts& products_before_attention(const Layer& layer) {
+    return layer.index <= last_keeper_ ? products_ : last_products_;
+  }
   LayerProducts& products_after_attention(const Layer& layer) {
-    return layer.index + 1 < spec_.num_layers ? products_ : last_products_;
+    return layer.index < last_keeper_ ? products_ : last_products_;
   }
   void plan(const Plan& plan);
   void place(Arena& arena);
@@ -70,6 +74,7 @@ class Model {
 
   const Spec spec_;
   const Share share_;
+  const int last_keeper_;  // the last layer with keys and values of its own, or with a state
   RankGroup group_;
   Team team_;
   DecoderWeights weights_;
@@ -79,6 +84,7 @@ class Model {
   StepBuffers buffers_;
   LayerProducts products_;       // of all tokens
   LayerProducts last_products_;  // of the head's tokens, after the last attention
+  TokenStage tokens_;
   AttentionStage attention_;
   RecurrentStage recurrent_;
   MlpStage mlp_;

@@ -46,6 +46,8 @@ struct Plan {
   const int32_t *state_reads, *state_writes;
   const int32_t* state_saves;  // [num_saves, 2]: a token, ascending, and the slot that gets the state after it
   int32_t num_saves;
+  // In and out: [num_tokens, layers * token_size]: the tokens' embeddings for each layer; null if there are none.
+  float* token_inputs;
 };
 
 }  // namespace penstock

@@ -43,6 +43,10 @@ Share::LayerShare Share::share_of(const Spec& spec, const LayerSpec& layer) {
     panels_of(Slot::kQkv).add(part_of(spec, panels_for(layer.projected())));
     panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
   }
+  if (spec.token_size > 0) {
+    panels_of(Slot::kTokenGate).add(part_of(spec, panels_for(spec.token_size)));
+    panels_of(Slot::kTokenOut).add(part_of(spec, panels_for(spec.hidden)));
+  }
   if (!layer.attends()) return share;
   panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
   const Span heads = share.kv_heads = part_of(spec, layer.num_kv_heads);
@@ -54,6 +58,7 @@ Share::LayerShare Share::share_of(const Spec& spec, const LayerSpec& layer) {
   }
   const int dim = layer.head_dim, group_rows = layer.group() * layer.query_stride();
   panels_of(Slot::kQkv).add(panels_with(heads.begin * group_rows, heads.end * group_rows));
+  if (!layer.has_keys()) return share;
   for (const int first : {queries, queries + keys}) {
     panels_of(Slot::kQkv).add(panels_with(first + heads.begin * dim, first + heads.end * dim));
   }

@@ -47,6 +47,8 @@ Matrix& DecoderWeights::matrix(Slot slot, int layer) {
       return embedding;
     case Slot::kHead:
       return head;
+    case Slot::kTokenInputs:
+      return token_inputs;
     default:
       return layers[layer].matrix(slot);
   }

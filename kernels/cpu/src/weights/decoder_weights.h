@@ -37,8 +37,18 @@ class Norm {
 };
 
 // The matrices of a model.
-enum class Slot : int { kQkv = 0, kOut = 1, kMlpIn = 2, kMlpOut = 3, kEmbedding = 4, kHead = 5 };
-constexpr int kLayerSlots = 4;
+enum class Slot : int {
+  kQkv = 0,
+  kOut = 1,
+  kMlpIn = 2,
+  kMlpOut = 3,
+  kTokenGate = 4,
+  kTokenOut = 5,
+  kEmbedding = 6,
+  kHead = 7,
+  kTokenInputs = 8
+};
+constexpr int kLayerSlots = 6;
 
 // The small tensors of a recurrent mixer, as penstock.gpu_node.model.checkpoint.recurrences describes them.
 struct RecurrentWeights {
@@ -55,6 +65,8 @@ struct Layer {
   LayerSpec spec;
   Norm attention_norm, mlp_norm;
   Norm attention_output_norm, mlp_output_norm;
+  Norm token_norm;               // of what a token's own embedding adds
+  Buffer<float> output_scale;    // one number, or empty: the factor of the hidden state behind the layer
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> sinks;           // [num_heads], or empty: a score of each head that has no value
   Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
@@ -73,7 +85,12 @@ struct Layer {
         attention_norm(model, spec.has_attention_norm),
         mlp_norm(model, spec.has_mlp_norm),
         attention_output_norm(model, spec.has_attention_output_norm),
-        mlp_output_norm(model, spec.has_mlp_output_norm) {}
+        mlp_output_norm(model, spec.has_mlp_output_norm),
+        token_norm(model, model.token_size > 0) {}
+
+  // The layer whose keys and values it reads.
+  int keys_of() const { return spec.source > 0 ? spec.source - 1 : index; }
+  float output_factor() const { return output_scale.count() ? output_scale[0] : 1.f; }
 
   Matrix& matrix(Slot slot) { return matrices[(int)slot]; }
   const Matrix& matrix(Slot slot) const { return matrices[(int)slot]; }
@@ -85,7 +102,8 @@ struct RopeTable {
 
 struct PositionTables {
   std::vector<RopeTable> ropes;
-  Buffer<float> biases;  // [num_heads, max_position rounded up to whole chunks], for layers with position biases
+  Buffer<float> embeddings;  // [max_position][hidden, padded to whole panels], or empty: added to those of tokens
+  Buffer<float> biases;      // [num_heads, max_position rounded up to whole chunks], for layers with position biases
 };
 
 class DecoderWeights {
@@ -116,7 +134,9 @@ class DecoderWeights {
   Buffer<float> final_gains;  // [hidden]: the final norm's weights if the model is rotated; the head contains them too
   PositionTables positions;
   Matrix head;
-  Matrix embedding;  // no rows if the head's matrix serves as embedding (tied weights)
+  Matrix token_inputs;             // [num_layers * token_size, hidden], or no rows
+  Buffer<float> token_input_norm;  // [token_size]
+  Matrix embedding;                // no rows if the head's matrix serves as embedding (tied weights)
 
  private:
   const bool is_rotated_;

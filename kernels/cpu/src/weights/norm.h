@@ -17,6 +17,14 @@ inline bool rms_norm(const float* x, const float* weight, int padded, int count,
   return std::isfinite(total);
 }
 
+// RMS norm without weights. count: a multiple of kLanes.
+inline void unit_norm(const float* x, int count, float eps, float* out) {
+  Floats squares = zeros();
+  for (int i = 0; i < count; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  const Floats inverse = broadcast(1.f / std::sqrt(sum(squares) / count + eps));
+  for (int i = 0; i < count; i += kLanes) store(out + i, load(x + i) * inverse);
+}
+
 // Layer norm, by mean and variance. Arguments and result as for rms_norm.
 inline bool layer_norm(const float* x, const float* weight, const float* bias, int padded, int count, float eps,
                        float* out) {

@@ -15,12 +15,14 @@ struct Spec {
   // Whether the hidden state and the gated products are Hadamard-rotated (hadamard.h). The norms then have no
   // weights: these are multiplied into the matrices.
   int32_t hadamard_rotation;
-  int32_t has_layer_norms;                // layer norms instead of RMS norms
-  int32_t num_ropes;                      // tables of RoPE angles; each layer has one of them or none.
-  float embedding_scale, residual_scale;  // factors of embeddings, and of what is added to the hidden state.
-  float logit_scale, logit_cap;           // a logit s becomes cap * tanh(s / cap); 0: it stays.
-  int32_t rank, num_ranks;                // of the group that computes the model together; 0 or 1 ranks: no group.
-  int32_t num_state_slots;                // of the states of recurrent layers
+  int32_t has_layer_norms;                    // layer norms instead of RMS norms
+  int32_t num_ropes;                          // tables of RoPE angles; each layer has one of them or none.
+  float embedding_scale, residual_scale;      // factors of embeddings, and of what is added to the hidden state.
+  float logit_scale, logit_cap;               // a logit s becomes cap * tanh(s / cap); 0: it stays.
+  int32_t rank, num_ranks;                    // of the group that computes the model together; 0 or 1 ranks: no group.
+  int32_t num_state_slots;                    // of the states of recurrent layers
+  int32_t token_size;                         // numbers of a token's own embedding for each layer; 0: there are none
+  float token_scale, token_projection_scale;  // factors of these embeddings, and of what is added to them
 
   int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
@@ -58,11 +60,15 @@ struct LayerSpec {
   // Of experts: the last ones, which every token has; whether a share is the sigmoid of a score; a factor of the shares.
   int32_t shared_experts, shares_by_sigmoid;
   float expert_scale;
+  int32_t source;            // 1 + the layer whose keys and values this one reads; 0: it has its own
+  int32_t has_value_norm;    // whether values have an RMS norm without weights
+  int32_t token_activation;  // of the gate of tokens' own embeddings
 
   int all_experts() const { return num_experts + shared_experts; }
   // Experts that are computed for a token.
   int entries_per_token() const { return experts_per_token + shared_experts; }
   bool attends() const { return num_heads > 0; }
+  bool has_keys() const { return attends() && source == 0; }  // of its own
   bool recurs() const { return taps > 0; }
   bool mixes() const { return attends() || recurs(); }
   bool has_states() const { return value_heads > 0; }  // of value heads, behind the convolution
@@ -81,7 +87,7 @@ struct LayerSpec {
   int projected() const {
     if (is_state_space) return mixed() + channels + value_heads;
     if (recurs()) return has_states() ? channels + mixed() : 3 * channels;
-    return query_rows() + 2 * keys();
+    return query_rows() + (has_keys() ? 2 * keys() : 0);
   }
   // Numbers of a state: the last inputs of the convolution, then a matrix [key_dim, value_dim] of each value head.
   size_t state_numbers() const {

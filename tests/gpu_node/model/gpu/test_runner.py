@@ -26,6 +26,7 @@ WINDOWED = ("mistral", "qwen2 with windows")
 ALTERNATING: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 """Families whose layers differ in windows or positions, and what makes the first two layers differ."""

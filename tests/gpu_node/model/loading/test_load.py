@@ -49,7 +49,7 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*FalconForCausalLM.*LlamaForCausalLM"),
         ({"attention_bias": True}, r"q_proj\.bias"),
         ({"hidden_act": "relu"}, "relu"),
-        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional.*longrope"),
+        ({"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "axial.*longrope"),
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 9}}, "no 'short_factor'"),
         ({"intermediate_size": 100}, r"gate_proj.*compare config.* intermediate_size"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),

@@ -26,8 +26,8 @@ from penstock.gpu_node.model.loading.load import find_model, load_model
 Whole = Callable[..., tuple[Path, Any]]
 TOKEN_IDS = random.Random(0).choices(range(384), k=200)
 MAX_LOGIT_ERROR = 1e-4
-EACH_RUN = ("gemma3", "qwen3-vl moe", "ministral3")
-"""Those with what the others lack: two RoPEs, experts, and queries that grow. Between them they have all namings."""
+EACH_RUN = ("gemma3", "gemma4", "qwen3-vl moe", "ministral3")
+"""Those with what the others lack: two RoPEs, shared keys, experts, and queries that grow. They have all namings."""
 
 
 def sometimes_slow(names: Any) -> list[Any]:
@@ -78,9 +78,8 @@ def test_the_native_runner_computes_the_text_model(whole: Whole, name: str) -> N
     assert np.square(got - exact).mean() <= 1.5 * np.square(rounded - exact).mean()
 
 
-@pytest.mark.parametrize("name", [pytest.param("Gemma4"), pytest.param("Llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_transformers_computes_a_text_model_without_a_family(whole: Whole, name: str) -> None:
-    assert name in OF_TRANSFORMERS
     folder, module = whole(name)
     found = find_model(str(folder), runner_options(runner="auto", max_model_len=250), lambda *_: None)
     assert found.description.architecture == f"{name}ForCausalLM"

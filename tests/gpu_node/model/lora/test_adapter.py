@@ -42,7 +42,9 @@ def _load(folder: Path, **options: Any) -> Any:
     return load_model(str(folder), wanted, lambda stage, fraction: None)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "phi3 with windows"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "phi3 with windows", "cohere2", "gemma4"]
+)
 def test_mixed_batch_generates_what_each_merged_model_generates(
     family_folder: Family, tmp_path: Path, name: str
 ) -> None:

@@ -22,7 +22,7 @@ from fakes.ties import num_departures
 from fakes.transformers_logits import Logits, bfloat16_model, error_of, load_bfloat16_model, logits_of
 from fixtures.matrices import kept
 from fixtures.plans import logits_alone
-from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, LOGITS_ONLY
+from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, LOGITS_ONLY, WHOLE_FAMILIES
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -178,7 +178,7 @@ def test_keys_in_int8_keep_their_precision_beside_channels_that_are_far_larger(
     assert error_of(logits_alone(load_native(tmp_path / "model", kv_cache_dtype="int8"), token_ids), want) < 0.025
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES | WHOLE_FAMILIES if name != "llama dynamic"])
 def test_every_family_errs_no_more_than_transformers_bfloat16(
     family: Family, load_native: LoadNative, name: str
 ) -> None:
@@ -249,7 +249,9 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES | WHOLE_FAMILIES if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)]
+)
 def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_ties_only(
     family: Family, best_library: Path, name: str
 ) -> None:

@@ -18,18 +18,11 @@ from fakes.native import built
 from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, logits_alone, logits_of_step
 
+from penstock.gpu_node.model.architecture.mlp import ClampedGate, Experts, Mlp, SharedExperts
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution
 from penstock.gpu_node.model.architecture.rope import Rope
-from penstock.gpu_node.model.architecture.spec import (
-    Attention,
-    ClampedGate,
-    Experts,
-    LayerSpec,
-    Mlp,
-    ModelSpec,
-    SharedExperts,
-)
+from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.native import load as native_load

@@ -25,7 +25,7 @@ MAX_ERROR = 1e-3
 def engine_of(folder: Path, **changes: Any) -> Engine:
     settings: dict[str, Any] = {"num_kv_blocks": 64, "dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 64}
     with quiet():
-        return Engine(EngineConfig(model=str(folder), runner="auto", **settings | changes))
+        return Engine(EngineConfig(model=str(folder), **{"runner": "auto"} | settings | changes))
 
 
 def alone(folder: Path) -> Any:
@@ -46,7 +46,12 @@ def test_greedy_tokens_are_those_of_transformers_after_preemption_and_prefix_hit
     class_folder: Folder, architecture: str, preemption: Any
 ) -> None:
     engine = engine_of(
-        class_folder(architecture), num_kv_blocks=40, num_swap_blocks=64, preemption=preemption, max_num_seqs=50
+        class_folder(architecture),
+        runner="transformers",
+        num_kv_blocks=40,
+        num_swap_blocks=64,
+        preemption=preemption,
+        max_num_seqs=50,
     )
     prompts = [prompt[:200] for prompt in mixed_prompts(engine, 14)]
     generations = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))

@@ -14,7 +14,7 @@ from penstock.gpu_node.model.plan_records import Devices
 
 
 def test_a_plan_counts_what_a_loaded_module_takes(class_folder: Callable[[str], Path]) -> None:
-    options = runner_options(runner="auto")
+    options = runner_options(runner="transformers")
     found = find_model(str(class_folder("Gemma4ForCausalLM")), options, lambda *_: None)
     planned = plan_model(found, options, Devices("cpu", 2, None, 1 << 30), [(1, 1, 1), (2, 1, 1)])
     runner = load_found(found, options, lambda *_: None).runner

@@ -1,0 +1,86 @@
+"""Configs in the forms in which they are published mean what transformers 5 writes, and what no runner has is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fixtures.random_families import FAMILIES, WHOLE_FAMILIES
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.families import family_of, needs_transformers
+from penstock.gpu_node.model.architecture.spec import ModelSpec
+
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "vocab_size": 200_064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10_000.0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "sliding_window": 262_144,
+    "tie_word_embeddings": True,
+}
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    return family_of(config).spec_of(config)
+
+
+def _gemma4(name: str, **changes: Any) -> dict[str, Any]:
+    return WHOLE_FAMILIES[name][1] | {"architectures": ["Gemma4ForCausalLM"]} | changes
+
+
+@pytest.mark.parametrize("name", WHOLE_FAMILIES)
+def test_heads_of_gemma_4_by_layer_are_those_of_its_kinds_of_layers(name: str) -> None:
+    config = _gemma4(name)
+    own = {"head_dim": 64} | ({"num_key_value_heads": 1} if config.get("attention_k_eq_v") else {})
+    full = [str(at) for at, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    by_layer = config | {"per_layer_config": dict.fromkeys(full, own)}
+    by_layer.pop("global_head_dim")
+    assert _spec(by_layer) == _spec(config)
+
+
+def test_a_mixture_of_gemma_4_is_left_to_transformers() -> None:
+    assert not needs_transformers(_gemma4("gemma4"))
+    assert needs_transformers(_gemma4("gemma4", enable_moe_block=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers leaves no full_attention layer with keys before layer 1"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        ({"hidden_size_per_layer_input": -1}, "size is -1 but must be a whole number of at least 1"),
+    ],
+)
+def test_what_gemma_4_cannot_be_is_named(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        _spec(_gemma4("gemma4 small", **changes))
+
+
+def test_phi_4_mini_turns_three_quarters_of_a_head_also_beyond_the_original_length() -> None:
+    new = {name: value for name, value in PHI4_MINI.items() if name not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {
+        **PHI4_MINI["rope_scaling"],  # type: ignore[dict-item]
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096,
+    }
+    spec = _spec(PHI4_MINI)
+    assert spec == _spec(new)
+    assert [(rope.dim, spec.max_position) for rope in spec.ropes] == [(96, 131_072)]
+    # The model that is compared with transformers has the same shares.
+    assert FAMILIES["phi3"][1]["rope_parameters"]["partial_rotary_factor"] == 0.75
+
+
+def test_gpt_2_heads_that_do_not_divide_its_width_are_named() -> None:
+    with pytest.raises(ConfigError, match="n_embd is 64 but must be a multiple of n_head, which is 5"):
+        _spec({"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_head": 5})
