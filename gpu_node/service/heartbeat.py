@@ -15,8 +15,8 @@ from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
+from penstock.gpu_node.jobs.drain import DrainPace, StepParts
 from penstock.gpu_node.jobs.held_jobs import HeldJobs
-from penstock.gpu_node.jobs.times import DrainPace, StepParts
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.taker import JobTaker
@@ -292,6 +292,7 @@ class Heartbeat:
             foreground_waits=foreground_waits,
             background_waits=background_waits,
             since_s=snapshot.queued_since_s,
+            kind_seconds=(stats.kind_seconds.get("foreground", 0.0), stats.kind_seconds.get("background", 0.0)),
         )
         # Jobs that wait for a moment, such as those that are left to other nodes, do not show that this node is full.
         is_full = (foreground_waits or background_waits) and now_s - snapshot.queued_since_s > self._interval_s
