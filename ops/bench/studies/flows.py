@@ -2,7 +2,7 @@
 
 `wide`: rows and one that waits for all of them, beside the same rows as a plain batch, by turns. `chain`: rows of which
 each waits for the one before it, beside the same jobs one after the other from a client. The engine is a clock, so the
-rest shows.
+rest shows. The CPU time is that of Redis, node and gateway together. Other work on the machine changes it little.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from bench.queue_cost.processes import POOL, gateway, node
+from bench.queue_cost.processes import POOL, cpu_us, gateway, node, redis_pid
 from penstock import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -50,17 +50,20 @@ def seconds_of(http: httpx.Client, rows: Sequence[dict[str, Any]], endpoint: str
     return time.monotonic() - begun_s
 
 
-def wide(http: httpx.Client, num_rows: int, num_turns: int) -> None:
-    """Print the seconds of both, and their ratio."""
+def wide(http: httpx.Client, pids: Sequence[int], num_rows: int, num_turns: int) -> None:
+    """Print the seconds and the CPU seconds of both, and their ratios. `pids`: the processes whose CPU time counts."""
     rows = [row(f"r{at}") for at in range(num_rows)]
     last = row("all", after=[one["custom_id"] for one in rows])
-    found: dict[str, list[float]] = {CHAT: [], FLOW: []}
+    spent: dict[str, list[tuple[float, float]]] = {CHAT: [], FLOW: []}
     for _ in range(num_turns):
-        found[CHAT].append(seconds_of(http, rows, CHAT))
-        found[FLOW].append(seconds_of(http, [*rows, last], FLOW))
-    plain_s, flow_s = map(median, found.values())
-    shown = f"{flow_s:.2f} s | {flow_s / plain_s:.3f}"
-    print(f"| {num_rows:,} rows | {plain_s:.2f} s | and one that waits for all | {shown} |")
+        for endpoint, of_kind in spent.items():
+            before_us = sum(map(cpu_us, pids))
+            took_s = seconds_of(http, rows if endpoint == CHAT else [*rows, last], endpoint)
+            of_kind.append((took_s, (sum(map(cpu_us, pids)) - before_us) / 1e6))
+    for unit, at in (("s", 0), ("s of CPU", 1)):
+        plain, flow = (median(one[at] for one in of_kind) for of_kind in spent.values())
+        shown = f"{flow:.2f} {unit} | {flow / plain:.3f}"
+        print(f"| {num_rows:,} rows | {plain:.2f} {unit} | and one that waits for all | {shown} |", flush=True)
 
 
 def chain(http: httpx.Client, client: Client, num_steps: int, num_turns: int) -> None:
@@ -90,13 +93,13 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="bench-flows-") as folder,
         EmbeddedRedis() as server,
-        node(server.url, args.step_ms),
-        gateway(server.url, PENSTOCK_FILES_URL=str(Path(folder) / "files")) as (_, said),
+        node(server.url, args.step_ms) as (node_pid, _),
+        gateway(server.url, PENSTOCK_FILES_URL=str(Path(folder) / "files")) as (gateway_pid, said),
         httpx.Client(base_url=said["url"], timeout=600) as http,
         Client(server.url) as client,
     ):
         print("| | alone | | as a flow | |\n|---|---|---|---|---|")
-        wide(http, args.rows, args.turns)
+        wide(http, (redis_pid(server), node_pid, gateway_pid), args.rows, args.turns)
         chain(http, client, args.steps, args.turns)
 
 
