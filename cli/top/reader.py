@@ -23,7 +23,7 @@ from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.keys import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from penstock.cli.top.sets import SetRow
+    from penstock.contract.job_counts import JobCounts
     from penstock.contract.pool import PoolEvent
 
 
@@ -148,6 +148,26 @@ class PoolFrame:
     def total(self, name: str) -> float:
         """Return the sum of a number over the nodes."""
         return sum(float(getattr(node, name)) for node in self.nodes)
+
+
+SetKind = Literal["batch", "flow", "tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class SetRow:
+    """A set of jobs and how far it is."""
+
+    kind: SetKind
+    counts: JobCounts
+
+    @property
+    def name(self) -> str:
+        """The tag, or the batch's id."""
+        return self.counts.tag or self.counts.batch_id or ""
+
+    def as_object(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {"kind": self.kind, **self.counts.as_object()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,41 +6,23 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.top.reader import Frame, SetRow
 from penstock.contract.job_counts import JobCounts, counts_of_batch
 from penstock.queue.broker.connection import connect
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.cli.top.reader import Frame
     from penstock.producer.client import AsyncClient
 
-SetKind = Literal["batch", "flow", "tag"]
 MAX_BATCHES = 8
 """Open batches and flows in a view: those with the most rows left of MAX_LOOKED."""
 MAX_LOOKED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SetRow:
-    """A set of jobs and how far it is."""
-
-    kind: SetKind
-    counts: JobCounts
-
-    @property
-    def name(self) -> str:
-        """The tag, or the batch's id."""
-        return self.counts.tag or self.counts.batch_id or ""
-
-    def as_object(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {"kind": self.kind, **self.counts.as_object()}
 
 
 class _Reader(Protocol):

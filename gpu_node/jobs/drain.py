@@ -22,9 +22,9 @@ from typing import NamedTuple, Self
 
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 
-HALF_LIFE_S, BACKGROUND_HALF_LIFE_S = 10.0, 20.0
-"""Seconds with waiting jobs after which what was measured of a kind counts half. What foreground work leaves to
-background work varies from second to second."""
+HALF_LIFE_S, HALF_LIFE_BESIDE_S = 10.0, 20.0
+"""Seconds with waiting jobs after which what was measured counts half. The second one is that of background work which
+has almost none of the engine's time, because what foreground work leaves to it varies from second to second."""
 SLOW_HALF_LIFE_S = 40.0
 """The same for the speed with which the present one is compared: what moved lately is uncertain."""
 MIN_REMEMBERED = 256
@@ -133,7 +133,7 @@ class DrainEstimator:
 
     def __init__(self) -> None:
         self._updated_s: float | None = None
-        self._kinds = (_KindOfWork(HALF_LIFE_S), _KindOfWork(BACKGROUND_HALF_LIFE_S))
+        self._kinds = (_KindOfWork(), _KindOfWork())
         self._kind_seconds = (0.0, 0.0)
         self._engine_s = (0.0, 0.0)
         """The engine's time for both kinds while background jobs waited. It fades."""
@@ -177,7 +177,9 @@ class DrainEstimator:
         self._updated_s = now_s
         self._count_engine(elapsed_s, kind_seconds, background_waits=background_waits)
         foreground.count(elapsed_s, waits=foreground_waits, broke=broke)
-        background.count(elapsed_s, waits=background_waits and not foreground_waits, broke=broke)
+        waits = background_waits and not foreground_waits
+        half_life_s = HALF_LIFE_S + (HALF_LIFE_BESIDE_S - HALF_LIFE_S) * (1 - self._background_part)
+        background.count(elapsed_s, waits=waits, broke=broke, half_life_s=half_life_s)
         num_remembered = max(MIN_REMEMBERED, REMEMBERED_PER_RUNNING * num_running)
         for kind in self._kinds:
             while len(kind.begun) > num_remembered:
@@ -186,7 +188,7 @@ class DrainEstimator:
     def _count_engine(self, elapsed_s: float, kind_seconds: tuple[float, float], *, background_waits: bool) -> None:
         before, self._kind_seconds = self._kind_seconds, kind_seconds
         if background_waits:
-            fade = 0.5 ** (elapsed_s / BACKGROUND_HALF_LIFE_S)
+            fade = 0.5 ** (elapsed_s / HALF_LIFE_BESIDE_S)
             gained = (max(0.0, new - old) for new, old in zip(kind_seconds, before, strict=True))
             foreground_s, background_s = (fade * one + more for one, more in zip(self._engine_s, gained, strict=True))
             self._engine_s = foreground_s, background_s
@@ -221,8 +223,7 @@ class DrainEstimator:
 class _KindOfWork:
     """Measurements of one kind of work. Sums over time fade."""
 
-    def __init__(self, half_life_s: float) -> None:
-        self._half_life_s = half_life_s
+    def __init__(self) -> None:
         self.begun: deque[JobWork] = deque()
         self.fresh_prompt = self.fresh_output = 0
         self.prompt = self.output = self.seconds = 0.0
@@ -230,10 +231,10 @@ class _KindOfWork:
         self._slow_tokens = self._slow_seconds = 0.0
         self._has_waited = False
 
-    def count(self, elapsed_s: float, *, waits: bool, broke: bool = False) -> None:
+    def count(self, elapsed_s: float, *, waits: bool, broke: bool = False, half_life_s: float = HALF_LIFE_S) -> None:
         """Count the fresh work, if jobs have waited for the whole time: an idle node does not show its speed."""
         if waits and self._has_waited and not broke:
-            fade = 0.5 ** (elapsed_s / self._half_life_s)
+            fade = 0.5 ** (elapsed_s / half_life_s)
             self.prompt = fade * self.prompt + self.fresh_prompt
             self.output = fade * self.output + self.fresh_output
             self.seconds = fade * self.seconds + elapsed_s

@@ -55,8 +55,8 @@ def wide(http: httpx.Client, pids: Sequence[int], num_rows: int, num_turns: int)
     rows = [row(f"r{at}") for at in range(num_rows)]
     last = row("all", after=[one["custom_id"] for one in rows])
     spent: dict[str, list[tuple[float, float]]] = {CHAT: [], FLOW: []}
-    for _ in range(num_turns):
-        for endpoint, of_kind in spent.items():
+    for turn in range(num_turns):
+        for endpoint, of_kind in list(spent.items())[:: -1 if turn % 2 else 1]:
             before_us = sum(map(cpu_us, pids))
             took_s = seconds_of(http, rows if endpoint == CHAT else [*rows, last], endpoint)
             of_kind.append((took_s, (sum(map(cpu_us, pids)) - before_us) / 1e6))
@@ -66,20 +66,27 @@ def wide(http: httpx.Client, pids: Sequence[int], num_rows: int, num_turns: int)
         print(f"| {num_rows:,} rows | {plain:.2f} {unit} | and one that waits for all | {shown} |", flush=True)
 
 
-def chain(http: httpx.Client, client: Client, num_steps: int, num_turns: int) -> None:
-    """Print the milliseconds of a step of both, and their difference."""
+def chain(http: httpx.Client, client: Client, pids: Sequence[int], num_steps: int, num_turns: int) -> None:
+    """Print the milliseconds of a step of both, and their difference; then the same of the CPU time of `pids`."""
     rows = [row("r0"), *(row(f"r{at}", f"{PROMPT} {{{{r{at - 1}.text}}}}") for at in range(1, num_steps))]
-    flow_ms, jobs_ms = list[float](), list[float]()
-    for _ in range(num_turns):
-        flow_ms.append(1000 * seconds_of(http, rows, FLOW) / num_steps)
-        begun_s = time.monotonic()
+    messages = [{"role": "user", "content": PROMPT}]
+
+    def jobs() -> None:
         for _ in range(num_steps):
-            messages = [{"role": "user", "content": PROMPT}]
             client.submit(messages, model=POOL, max_tokens=1, ignore_eos=True).result()
-        jobs_ms.append(1000 * (time.monotonic() - begun_s) / num_steps)
-    ours, alone = median(flow_ms), median(jobs_ms)
-    shown = f"{ours:.1f} ms a step | {ours - alone:+.1f} ms"
-    print(f"| a chain of {num_steps} | {alone:.1f} ms a step | as a flow | {shown} |")
+
+    works = jobs, lambda: seconds_of(http, rows, FLOW)
+    spent: list[list[tuple[float, float]]] = [[], []]
+    for _ in range(num_turns):
+        for work, of_work in zip(works, spent, strict=True):
+            begun_s, before_us = time.monotonic(), sum(map(cpu_us, pids))
+            work()
+            used_ms = (sum(map(cpu_us, pids)) - before_us) / 1e3
+            of_work.append((1000 * (time.monotonic() - begun_s) / num_steps, used_ms / num_steps))
+    for unit, at in (("ms", 0), ("ms of CPU", 1)):
+        alone, ours = (median(one[at] for one in of_work) for of_work in spent)
+        shown = f"{ours:.1f} {unit} a step | {ours - alone:+.1f} {unit}"
+        print(f"| a chain of {num_steps} | {alone:.1f} {unit} a step | as a flow | {shown} |", flush=True)
 
 
 def main() -> None:
@@ -99,8 +106,9 @@ def main() -> None:
         Client(server.url) as client,
     ):
         print("| | alone | | as a flow | |\n|---|---|---|---|---|")
-        wide(http, (redis_pid(server), node_pid, gateway_pid), args.rows, args.turns)
-        chain(http, client, args.steps, args.turns)
+        pids = redis_pid(server), node_pid, gateway_pid
+        wide(http, pids, args.rows, args.turns)
+        chain(http, client, pids, args.steps, args.turns)
 
 
 if __name__ == "__main__":
