@@ -67,6 +67,10 @@ def phases(max_num_seqs: int) -> tuple[tuple[int, int], ...]:
     return (1, MANY_OUTPUTS), (many, 1), (many, FEW_OUTPUTS)
 
 
+_LEAST_COMPUTED = 0.01
+"""The least part of the prompts' tokens that counts as computed."""
+
+
 class StepParts(NamedTuple):
     """What steps of a model take, in milliseconds."""
 
@@ -92,6 +96,10 @@ class StepParts(NamedTuple):
         """Return the length of the prompts of the next round, at most `most`."""
         by_time = int(MAX_PROMPTS_MS / (self.prompt_ms * min(MANY_SEQUENCES, max_num_seqs)))
         return max(PHASE_PROMPT_TOKENS, min(by_time, MAX_PHASE_PROMPT_TOKENS, most))
+
+    def with_cache(self, hit_rate: float) -> Self:
+        """Return the costs where the prefix cache has this part of the prompts' tokens, which take no time then."""
+        return self._replace(prompt_ms=self.prompt_ms * max(_LEAST_COMPUTED, 1 - hit_rate))
 
     def output_weight(self, num_sequences: int) -> float:
         """Return how many prompt tokens take as long as an output token, in steps that decode `num_sequences`."""
