@@ -22,9 +22,9 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOut
 from penstock.gpu_node.engine.shared_cores import Gate
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
+from penstock.gpu_node.jobs.drain import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
-from penstock.gpu_node.jobs.times import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
 from penstock.gpu_node.monitor.profile import NodeProfiler
 from penstock.gpu_node.publishing.attempts import Attempts
 from penstock.gpu_node.publishing.ended_jobs import EndedJobs

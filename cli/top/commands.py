@@ -36,6 +36,7 @@ from penstock.cli.top.reader import (
     TopReader,
     sorted_nodes,
 )
+from penstock.cli.top.sets import AskedSets, SetReader, table_of
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.pool import PoolEvent
 from penstock.queue.broker.connection import connect
@@ -76,6 +77,10 @@ def screen_of(
     lines = None if max_lines is None else max(12, (max_lines - 2) // max(1, len(frame.pools)))
     for pool in frame.pools:
         parts += [Text(), *_pool(pool, sort, is_wide, lines)]
+    if frame.sets:
+        parts += [Text(), table_of(frame.sets, is_wide=is_wide)]
+    if frame.num_batches_left_out:
+        parts.append(Text(f"and {frame.num_batches_left_out} more open batches and flows", "dim"))
     if not frame.pools:
         parts.append(Text("No pool: no node has announced a model in this Redis.", "yellow"))
     parts += [Text(f"The Redis at {url} is unreachable.", "red") for url in frame.away]
@@ -322,7 +327,7 @@ _MAX_KEYS = 64
 class LiveView:
     """Repeats frames until `q`. `s` sorts by the next column; `p` shows the next pool alone, after the last one all."""
 
-    reader: TopReader | SplitReader
+    reader: SetReader
     console: Console
     interval_s: float
     sort: SortKey = "node"
@@ -405,9 +410,15 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two views.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view as text, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object, and end.")] = False,
+    tag: Annotated[
+        list[str] | None, typer.Option(help="Also show how far the jobs of this tag are. May repeat.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant of the tags.")] = "default",
     redis_url: RedisUrl = None,
 ) -> None:
     """Show what pools, nodes and tenants do: KV blocks, running and waiting jobs, tokens per second, and takeovers.
+
+    Below are the open batches and flows, unless --pool names a pool: how far they are, how fast, and when they end.
 
     Where PENSTOCK_POOLS names several Redis, the pools of all are shown; with --redis-url, those of that Redis.
 
@@ -418,13 +429,22 @@ def top(
         penstock top
         penstock top --json
         penstock top --once --sort kv
+        penstock top --tag run:7
     """
     urls = redis_urls_of(redis_url) if pool is None else [redis_url_of(redis_url, pool=pool)]
-    asyncio.run(_top(urls, pool, sort, interval, once=once, as_json=as_json))
+    sets = AskedSets(tag or [], tenant, redis_url, has_batches=pool is None)
+    asyncio.run(_top(urls, pool, sort, interval, sets, once=once, as_json=as_json))
 
 
 async def _top(
-    urls: Sequence[str], pool: str | None, sort: SortKey, interval_s: float, *, once: bool, as_json: bool
+    urls: Sequence[str],
+    pool: str | None,
+    sort: SortKey,
+    interval_s: float,
+    sets: AskedSets,
+    *,
+    once: bool,
+    as_json: bool,
 ) -> None:
     console = Console()
     own = pool_urls() if len(urls) > 1 else {}
@@ -436,7 +456,8 @@ async def _top(
             readers[without_password(url)] = TopReader(
                 ActivityBroker(redis), ProducerBroker(redis), shows=is_here, folds=pool is None
             )
-        reader = SplitReader(readers) if len(urls) > 1 else readers[without_password(urls[0])]
+        of_pools = SplitReader(readers) if len(urls) > 1 else readers[without_password(urls[0])]
+        reader = await sets.beside(of_pools, urls[0], stack)
         if once or as_json or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
             await _print_once(reader, console, pool, sort, as_json=as_json)
         else:
@@ -448,9 +469,7 @@ def _is_shown(only: str | None, of_url: Mapping[str, bool], is_directory: bool, 
     return only in (None, pool) and of_url.get(pool, is_directory)
 
 
-async def _print_once(
-    reader: TopReader | SplitReader, console: Console, pool: str | None, sort: SortKey, *, as_json: bool
-) -> None:
+async def _print_once(reader: SetReader, console: Console, pool: str | None, sort: SortKey, *, as_json: bool) -> None:
     frame = await reader.read()
     if pool is not None and not frame.pools:
         raise NotFoundError(f"no pool {pool!r} is announced", code="pool_not_found", param="pool")

@@ -2,7 +2,8 @@
 
 Two are for the list of pools. A pool takes three for its record, and 24 for its queue, nodes and events. Each tenant
 with queued jobs takes twelve more, eight tenants at most. Jobs that are scheduled, or wait for tokens, take more
-(`src/penstock/queue/broker/queue_state.py`).
+(`src/penstock/queue/broker/queue_state.py`). `sets.py` adds two round trips for open batches, and one script call for
+each tag that is asked for and pool.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.keys import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
+    from penstock.contract.job_counts import JobCounts
     from penstock.contract.pool import PoolEvent
 
 
@@ -148,6 +150,26 @@ class PoolFrame:
         return sum(float(getattr(node, name)) for node in self.nodes)
 
 
+SetKind = Literal["batch", "flow", "tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class SetRow:
+    """A set of jobs and how far it is."""
+
+    kind: SetKind
+    counts: JobCounts
+
+    @property
+    def name(self) -> str:
+        """The tag, or the batch's id."""
+        return self.counts.tag or self.counts.batch_id or ""
+
+    def as_object(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {"kind": self.kind, **self.counts.as_object()}
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """All pools at one moment. `time_ms` is by the pools' clock; without a pool, by that of this machine."""
@@ -159,6 +181,9 @@ class Frame:
     """URLs of Redis that do not answer, of several."""
     folded: tuple[str, ...] = ()
     """Names of pools that are left out, because they had neither a node nor an open job for an hour."""
+    sets: tuple[SetRow, ...] = ()
+    """The tags that were asked for, and the open batches and flows with the most rows left."""
+    num_batches_left_out: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the frame as a JSON object."""
@@ -168,6 +193,7 @@ class Frame:
         ]
         found: dict[str, Any] = {"time_ms": self.time_ms, "pools": pools}
         found |= {"num_pools_left_out": self.num_pools_left_out, "away": list(self.away)}
+        found |= {"sets": [row.as_object() for row in self.sets], "num_batches_left_out": self.num_batches_left_out}
         return found | {"folded_pools": list(self.folded)}
 
 

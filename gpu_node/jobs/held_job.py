@@ -21,7 +21,8 @@ from penstock.contract.output import (
 )
 from penstock.contract.retries import OutputCheck, RetryCause
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobWork
+from penstock.gpu_node.jobs.drain import JobWork
+from penstock.gpu_node.jobs.times import EndedJob, JobTimes
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Emission, Successor, Taken, UsedTokens
 from penstock.queue.results import encode_embedding, encode_text_rows

@@ -14,8 +14,9 @@ from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
 from penstock.contract.pool import AWAY
 from penstock.contract.priority import NUM_LEVELS, PerLevel, Priority, is_background
+from penstock.gpu_node.jobs.drain import DrainEstimator
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.times import DrainEstimator, EndedJob, NodeCounts
+from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
 from penstock.queue.broker.node import MAX_PREEMPTIONS
 from penstock.queue.job_cost import HOLD_MS, LengthPredictor, learned_hold_ms
 from penstock.queue.wire import Request

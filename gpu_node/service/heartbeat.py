@@ -15,8 +15,8 @@ from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.gpus import GpuDriver, GpuLoad
+from penstock.gpu_node.jobs.drain import DrainPace, StepParts
 from penstock.gpu_node.jobs.held_jobs import HeldJobs
-from penstock.gpu_node.jobs.times import DrainPace, StepParts
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.taker import JobTaker
@@ -250,8 +250,8 @@ class Heartbeat:
         stats = snapshot.stats
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
-        foreground, background = self._paces(snapshot, now_s)
         hits, lookups = self._hits.update((stats.prefix_hit_tokens, stats.prefix_lookup_tokens), now_s)
+        foreground, background = self._paces(snapshot, now_s, hits / lookups if lookups else 0.0)
         gpu = snapshot.gpu
         return replace(
             self._base,
@@ -282,8 +282,8 @@ class Heartbeat:
             past_troubles=self._health.past,
         )
 
-    def _paces(self, snapshot: NodeSnapshot, now_s: float) -> tuple[DrainPace, DrainPace]:
-        """Return the paces of foreground and background work."""
+    def _paces(self, snapshot: NodeSnapshot, now_s: float, hit_rate: float) -> tuple[DrainPace, DrainPace]:
+        """Return the paces of foreground and background work. `hit_rate`: of the prefix cache, in the last minute."""
         stats, most = snapshot.stats, self._base.max_num_seqs
         foreground_waits, background_waits = snapshot.queued_kinds
         self._drain.update(
@@ -292,6 +292,7 @@ class Heartbeat:
             foreground_waits=foreground_waits,
             background_waits=background_waits,
             since_s=snapshot.queued_since_s,
+            kind_seconds=(stats.kind_seconds.get("foreground", 0.0), stats.kind_seconds.get("background", 0.0)),
         )
         # Jobs that wait for a moment, such as those that are left to other nodes, do not show that this node is full.
         is_full = (foreground_waits or background_waits) and now_s - snapshot.queued_since_s > self._interval_s
@@ -302,7 +303,7 @@ class Heartbeat:
         costs = self.measured_costs
         if stats.step_costs_ms is not None and stats.steps >= FEW_STEPS:
             costs = StepParts(*stats.step_costs_ms)
-        return self._drain.paces(costs, max(1, num_sequences))
+        return self._drain.paces(costs and costs.with_cache(hit_rate), max(1, num_sequences))
 
     def _health_sample(self, snapshot: NodeSnapshot, now_s: float) -> HealthSample:
         return HealthSample(

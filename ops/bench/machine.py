@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-PACKAGES = ("penstock", "torch", "transformers", "redis", "numpy", "tokenizers")
+PACKAGES = ("penstock-llm", "torch", "transformers", "redis", "numpy", "tokenizers")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 
 

@@ -32,6 +32,8 @@ _URL_OF = {"messages": CHAT_URL, "prompt": COMPLETIONS_URL, "input": RESPONSES_U
 DEFAULT_TENANT = "default"
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
 """Seconds between two looks at a flow that runs: at first, and at last."""
+LOOK_GROWTH = 1.1
+"""How the pause grows with each look: its end is noticed after at most a tenth of what the flow took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class AsyncFlow:
             if timeout is not None and clock() - began_s + pause_s > timeout:
                 raise ResultTimeoutError(f"flow {self.id} has not ended within {timeout} s")
             await asyncio.sleep(pause_s)
-            pause_s = min(LAST_LOOK_S, 1.5 * pause_s)
+            pause_s = min(LAST_LOOK_S, LOOK_GROWTH * pause_s)
         if found.status == "failed":
             reason = found.problems[0].message if found.problems else "its rows were refused"
             raise JobFailedError(f"flow {self.id} failed: {reason}")

@@ -104,10 +104,13 @@ def _cells(compared: Sequence[ComparedWait]) -> str:
     return f"{median(errors):.2f} | {errors[len(errors) * 9 // 10]:.2f} | {inside:.0%}"
 
 
-def row(name: str, compared: Sequence[ComparedWait], changes_s: float = math.inf) -> str:
-    """Return a line of the table. The first minute of a backlog whose nodes change is the one after these 30 s."""
+def row(name: str, compared: Sequence[ComparedWait], changes_s: float = math.inf, begins_s: float = 0.0) -> str:
+    """Return a line of the table. The first minute of a backlog whose nodes change is the one after these 30 s.
+
+    `begins_s`: when the pool got its first node. Before that no wait is known.
+    """
     counting = counted(compared, changes_s)
-    until_s = 60 if changes_s == math.inf else changes_s + 90
+    until_s = begins_s + 60 if changes_s == math.inf else changes_s + 90
     return f"| {name} | {_cells([one for one in counting if one.at_s < until_s])} | {_cells(counting)} |"
 
 
@@ -169,7 +172,7 @@ def main() -> None:
         if args.only in (None, scenario.name):
             compared = [one for seed in SEEDS for one in Replay(scenario, seed).run()]
             panels[scenario.name] = compared, scenario.changes_s
-            lines.append(row(scenario.description, compared, scenario.changes_s))
+            lines.append(row(scenario.description, compared, scenario.changes_s, scenario.joins_s[0]))
             print(lines[-1], flush=True)
     if args.only is not None:
         return

@@ -15,8 +15,8 @@ from itertools import count
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.pool import NodePressure
 from penstock.gpu_node.engine.scheduler.budget import StepTime, StepWork
+from penstock.gpu_node.jobs.drain import PHASE_PROMPT_TOKENS, DrainEstimator, JobWork, StepParts, phases
 from penstock.gpu_node.jobs.held_jobs import RESERVED_QUANTILE
-from penstock.gpu_node.jobs.times import PHASE_PROMPT_TOKENS, DrainEstimator, JobWork, StepParts, phases
 from penstock.gpu_node.service.heartbeat import FEW_STEPS, TYPICAL_COST
 from penstock.queue.job_cost import Ahead, LengthPredictor, expected_wait, predict_output
 
@@ -78,6 +78,7 @@ class SimulatedNode:
     def __init__(self, machine: SimulatedMachine, number: int, now_s: float, rng: random.Random) -> None:
         self.number, self.now_s, self.next_heartbeat_s = number, now_s, now_s
         self.held: list[BacklogJob] = []
+        self._kind_seconds = (0.0, 0.0)
         self._machine, self._rng = machine, rng
         self._steps, self._num_steps = StepTime(), 0
         self._lengths, self._drain = LengthPredictor(RESERVED_QUANTILE), DrainEstimator()
@@ -119,7 +120,7 @@ class SimulatedNode:
         in_order = sorted(self.held, key=lambda job: job.is_background)[: self._machine.num_sequences]
         decoding = [job for job in in_order if job.num_computed >= job.num_prompt]
         costs = self._machine.costs
-        left = 512
+        left, num_prefilled_first = 512, 0
         if decoding:
             left = max(16, int((costs.fixed_ms + costs.decoded_ms * len(decoding)) / costs.prompt_ms))
         num_prefilled = 0
@@ -128,7 +129,10 @@ class SimulatedNode:
                 chunk = min(left - num_prefilled, job.num_prompt - job.num_computed)
                 job.num_computed, num_prefilled = job.num_computed + chunk, num_prefilled + chunk
                 job.num_generated += job.num_computed == job.num_prompt
+                num_prefilled_first += 0 if job.is_background else chunk
         took_ms = self._machine.step_ms(len(decoding), num_prefilled, self._rng)
+        num_decoding_first = sum(not job.is_background for job in decoding)
+        self._note_kinds(took_ms, (num_decoding_first, num_prefilled_first), (len(decoding), num_prefilled))
         self._steps.note(StepWork(len(decoding), num_prefilled, 0, 0), took_ms)
         self._num_steps += 1
         self.now_s += (HOST_MS + (1 + HOST_PART) * took_ms) / 1000
@@ -136,6 +140,19 @@ class SimulatedNode:
             job.num_generated += 1
         for job in [job for job in in_order if job.num_generated >= job.num_output]:
             self._end(job)
+
+    def _note_kinds(self, took_ms: float, first: tuple[int, int], all_work: tuple[int, int]) -> None:
+        """Divide the time of a step between both kinds of work, as an engine does: background work has what it adds.
+
+        `first`, `all_work`: decoded and prefilled tokens of foreground work, and of both kinds.
+        """
+        costs = self._machine.costs
+        first_ms, all_ms = (
+            (costs.fixed_ms + costs.decoded_ms * decoded + costs.prompt_ms * prefilled) * (decoded + prefilled > 0)
+            for decoded, prefilled in (first, all_work)
+        )
+        first_s = took_ms / 1000 * (first_ms / all_ms if all_ms else 0.0)
+        self._kind_seconds = self._kind_seconds[0] + first_s, self._kind_seconds[1] + took_ms / 1000 - first_s
 
     def _end(self, job: BacklogJob) -> None:
         self.held.remove(job)
@@ -151,7 +168,13 @@ class SimulatedNode:
                 self._drain.note(job.work, job.num_generated)
         num_running = min(len(self.held), size.num_sequences)
         waits = [bool(queue) for queue in queues]
-        self._drain.update(self.now_s, num_running=num_running, foreground_waits=waits[0], background_waits=waits[1])
+        self._drain.update(
+            self.now_s,
+            num_running=num_running,
+            foreground_waits=waits[0],
+            background_waits=waits[1],
+            kind_seconds=self._kind_seconds,
+        )
         learned = self._steps.costs_ms
         costs = self._measured if learned is None or self._num_steps < FEW_STEPS else StepParts(*learned)
         num_sequences = num_running if any(waits) else min(size.num_sequences, size.kv_tokens // TYPICAL_COST)
@@ -194,7 +217,7 @@ class ComparedWait:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A backlog and the nodes that complete it. `changes_s`: a node joins or dies then."""
+    """A backlog and the nodes that complete it. A node joins or dies at `changes_s`. The first one may join late."""
 
     name: str
     description: str
@@ -206,7 +229,9 @@ class Scenario:
     @property
     def changes_s(self) -> float:
         """When the number of nodes changes; infinite: never."""
-        return self.dies_s if self.dies_s < math.inf else self.joins_s[-1] or math.inf
+        if self.dies_s < math.inf:
+            return self.dies_s
+        return self.joins_s[-1] if self.joins_s[-1] > self.joins_s[0] else math.inf
 
 
 def _mixed(
@@ -260,6 +285,7 @@ SCENARIOS = (
     Scenario("GPU", "8,000 jobs at once on a GPU", _mixed(8000), GPU),
     Scenario("joins", "3,000 jobs; a second node joins after 60 s", _mixed(3000), joins_s=(0.0, 60.0)),
     Scenario("dies", "3,000 jobs on three nodes; one is killed after 60 s", _mixed(3000), CPU, (0.0,) * 3, 60.0),
+    Scenario("loads", "2,000 jobs in a pool that loads for 60 s: from then on", _mixed(2000), joins_s=(60.0,)),
     Scenario("beside chats", "1,500 background jobs beside 2 chats/s", _beside_chats),
 )
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.gpu_node.jobs.times import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
+from penstock.gpu_node.jobs.drain import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
 
 COSTS = StepParts(4.0, 1.0, 1.0)
 
@@ -163,6 +163,31 @@ def test_background_work_has_the_pace_that_foreground_work_leaves() -> None:
     foreground, background = drain.paces(None, 2)
     assert background.cost_per_s == pytest.approx(200, rel=0.1)
     assert foreground.cost_per_s == pytest.approx(200, rel=0.1), "it has no measurement of its own"
+
+
+def test_two_seconds_in_which_chats_displace_background_work_do_not_decide_its_pace() -> None:
+    steps = StepParts(4.0, 1.0, 1.0)
+    drain = DrainEstimator()
+    for _ in range(32):
+        job = drain.begin(is_background=True, cost=200, num_prompt=200, max_output=100, num_choices=1)
+    drain.update(0.0, num_running=32, foreground_waits=False, background_waits=True)
+    before = drain.paces(steps, 32)[1].cost_per_s
+    drain.note(job, 1)
+    drain.update(2.0, num_running=32, foreground_waits=False, background_waits=True, kind_seconds=(1.5, 0.5))
+    beside_chats = drain.paces(steps, 32)[1].cost_per_s
+    assert before / 6 < beside_chats < before / 3, "the engine gave it a quarter of its time"
+
+
+def test_prompts_that_the_prefix_cache_has_do_not_show_a_high_pace() -> None:
+    steps, drain = StepParts(4.0, 1.0, 1.0), DrainEstimator()
+    drain.update(0.0, num_running=32, foreground_waits=True, background_waits=False)
+    for _ in range(32):
+        job = drain.begin(is_background=False, cost=300, num_prompt=200, max_output=100, num_choices=1)
+        drain.note(job, 10)
+    drain.update(1.0, num_running=32, foreground_waits=True, background_waits=False)
+    computed, cached = (drain.paces(steps.with_cache(hit_rate), 32)[0].cost_per_s for hit_rate in (0.0, 0.95))
+    assert computed == pytest.approx(300 * 32 * 0.7, rel=0.5), "prompts of 6,400 tokens in a second"
+    assert cached < 0.7 * computed, "the outputs have hardly begun"
 
 
 def test_tokens_of_an_earlier_node_are_not_this_nodes_work() -> None:

@@ -21,7 +21,7 @@ async def a_full_life(queue: Queue) -> str:
     """Create ended jobs of all classes, a dead letter and a reader. Return the finished job's id."""
     node = await queue.node("n1")
     for priority in Priority:
-        done = await queue.running(node, priority=priority)
+        done = await queue.running(node, priority=priority, tags=("nightly",), custom_id="row-1", metadata={"a": "b"})
         await node.finish(done, 0, 3)
     await node.heartbeat()
     lethal = await queue.submit()
@@ -58,14 +58,32 @@ async def test_forgotten_pool_is_created_anew_by_its_next_node(queue: Queue) -> 
 async def test_node_that_joins_during_forget_keeps_the_pool(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     await a_full_life(queue)
 
-    async def call(redis: Redis, name: str, *arguments: str) -> Any:
-        answer = await scripts.call(redis, name, *arguments)
-        await queue.node("n2")
+    async def call(redis: Redis, name: str, pool: str, *names: str) -> Any:
+        answer = await scripts.call(redis, name, pool, *names)
+        if not names:
+            await queue.node("n2")
         return answer
 
     monkeypatch.setattr(admin, "scripts", SimpleNamespace(call=call))
     await AdminBroker(queue.redis).forget(POOL)
     assert [pool.is_alive for pool in (await queue.producer.pools()).values()] == [True]
+
+
+async def test_forget_spares_what_a_node_has_that_joins_meanwhile(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a_full_life(queue)
+
+    async def call(redis: Redis, name: str, pool: str, *names: str) -> Any:
+        if not names:
+            await queue.node("n2")
+            await queue.submit(tags=("new",))
+        return await scripts.call(redis, name, pool, *names)
+
+    monkeypatch.setattr(admin, "scripts", SimpleNamespace(call=call))
+    with pytest.raises(ConflictError, match="live nodes: 1"):
+        await AdminBroker(queue.redis).forget(POOL)
+    assert await queue.keys("tag*") == {"tagged:default:new", "tag_counts:default:new"}
 
 
 async def test_a_pool_with_a_node_stays(queue: Queue) -> None:

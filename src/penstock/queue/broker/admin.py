@@ -33,6 +33,10 @@ MAX_STORED = 100_000
 MAX_NAME_CHARS = 200
 """Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
+_FOUND_BY_SCAN = ("tagged", "tag_counts", "bulk")
+"""Kinds of keys that no other key lists. The script that forgets a pool gets their names."""
+_MAX_FORGOTTEN = 100
+"""Such keys that one call deletes."""
 _NUMBER_OF_CONFIG = re.compile(rb"_ms$|^max_|^version$|^progress_chunks$|^incarnation$")
 _SUM = re.compile(rb"-?\d{1,16}")
 _REPAIR_RETRY_MS = 10_000
@@ -141,14 +145,24 @@ class AdminBroker:
         with translated():
             if not await cast(Any, self._redis.hexists(keys.POOLS, pool)):
                 raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
-            answer = await scripts.call(self._redis, "forget", pool)
-            if answer[0] != b"OK":
-                what = "live nodes" if answer[0] == b"NODES" else "open jobs"
-                raise ConflictError(f"pool {pool} has {what}: {int(answer[1])}", code="pool_in_use", param="pool")
-            for kind in ("tagged", "bulk"):
+            for kind in _FOUND_BY_SCAN:
+                names = list[str]()
                 async for key in self._redis.scan_iter(f"{keys.prefix(pool)}:{kind}:*", count=_SCAN_COUNT):
-                    await self._redis.delete(key)
+                    names.append(key.decode().removeprefix(f"{keys.prefix(pool)}:"))
+                    if len(names) == _MAX_FORGOTTEN:
+                        await self._delete_unused(pool, *names)
+                        names.clear()
+                if names:
+                    await self._delete_unused(pool, *names)
+            await self._delete_unused(pool)
             await self._unannounce(pool)
+
+    async def _delete_unused(self, pool: str, *names: str) -> None:
+        """Delete these keys of an unused pool; without names, all that the script can name. Raises ConflictError."""
+        answer = await scripts.call(self._redis, "forget", pool, *names)
+        if answer[0] != b"OK":
+            what = "live nodes" if answer[0] == b"NODES" else "open jobs"
+            raise ConflictError(f"pool {pool} has {what}: {int(answer[1])}", code="pool_in_use", param="pool")
 
     async def _unannounce(self, pool: str) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:

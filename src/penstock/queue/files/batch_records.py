@@ -202,6 +202,13 @@ class BatchRecords:
         return [one.decode() for one in reversed(found) if is_text(one)]
 
     @retried
+    async def open_ids(self, limit: int) -> list[str]:
+        """Return the ids of up to `limit` open batches of all tenants, those first that any process may take first."""
+        with translated():
+            found = await self._redis.zrange(f"{keys.prefix(keys.FILES)}:open_batches", 0, limit - 1)
+        return [one.decode() for one in found if is_text(one)]
+
+    @retried
     async def several(self, batch_ids: Sequence[str]) -> list[BatchRecord]:
         """Return those of these batches that there still are. A damaged record is logged, and hides its batch."""
         with translated():

@@ -1,11 +1,14 @@
 -- forget: delete the keys of a pool that has neither live nodes nor open jobs. Results, and the requests and records of
 -- dead letters, stay until they expire.
+-- ARGV: names of keys, without the pool's prefix, that only a scan finds. With such names, nothing else is deleted.
 -- Answer: {OK} | {NODES, number of live nodes} | {JOBS, number of open jobs}
 local config, now = read_config(), clock()
 local alive = config and redis.call('ZCOUNT', P .. ':nodes', now - config.lease_ms, '+inf') or 0
 if alive > 0 then return {'NODES', alive} end
 local open = redis.call('SCARD', P .. ':open')
 if open > 0 then return {'JOBS', open} end
+for _, name in ipairs(ARGV) do redis.call('DEL', P .. ':' .. name) end
+if ARGV[1] then return {'OK'} end
 redis.call('DEL', KEYS[1])
 for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do
   for state in string.gmatch('scheduled queued running succeeded failed cancelled expired dead', '%a+') do
