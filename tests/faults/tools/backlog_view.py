@@ -17,9 +17,9 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.queue import keys
-from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
+from penstock.queue.broker.script_text import source
 
 _PAGE = 1000
 _SETTLE_ATTEMPTS = 120
@@ -125,7 +125,7 @@ class SlowCommands:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._names = {hashlib.sha1(scripts.source(name).encode()).hexdigest(): name for name in _SCRIPTS}
+        self._names = {hashlib.sha1(source(name).encode()).hexdigest(): name for name in _SCRIPTS}
 
     async def start(self) -> None:
         """Forget what was noted."""

@@ -19,14 +19,14 @@ from typing import Any, Self
 
 import hiredis
 
-from penstock.queue.broker import scripts
+from penstock.queue.broker.script_text import source
 
 Address = str | tuple[str, int]
 READ_BYTES = 1 << 16
 _FILES = (resources.files("penstock.queue") / "scripts").iterdir()
 _SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name.endswith(".lua")]
-_BY_DIGEST = {hashlib.sha1(scripts.source(name).encode()).hexdigest().encode(): name for name in _SCRIPTS}
-_BY_SOURCE = {scripts.source(name).encode(): name for name in _SCRIPTS}
+_BY_DIGEST = {hashlib.sha1(source(name).encode()).hexdigest().encode(): name for name in _SCRIPTS}
+_BY_SOURCE = {source(name).encode(): name for name in _SCRIPTS}
 
 
 @dataclass(frozen=True)
