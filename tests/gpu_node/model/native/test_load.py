@@ -144,7 +144,7 @@ def test_a_block_size_of_8_warns_that_torch_computes_and_names_the_remedy(
     assert said["remedy"] == "--block-size 16"
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 272])
+@pytest.mark.parametrize("head_dim", [8, 24, 528])
 def test_heads_that_the_kernels_do_not_support_are_named(llama: Llama, this_isa: Isa, head_dim: int) -> None:
     folder = llama(head_dim=head_dim)
     with pytest.raises(ConfigError, match=f"head_dim {head_dim}"):
