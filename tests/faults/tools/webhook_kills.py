@@ -102,7 +102,7 @@ async def run_with_kills(redis_url: str, *, num_jobs: int, num_kills: int, seed:
             num_killed = await kills
             await _until_told(receiver, wanted, num_jobs)
             num_left = await _until_quiet(client)
-            forbidden = (await client.webhooks.deliveries(ids[-1], "dead")).deliveries
+            forbidden = (await client.webhooks.deliveries(ids[-1], "dead", limit=100)).deliveries
     violations = list(_violations(receiver, inside, dict(secrets.values())))
     # Those that wait when the endpoint has failed too often end because it is disabled.
     reasons = {"is not public" in one.answer or one.answer == "the endpoint is disabled" for one in forbidden}
