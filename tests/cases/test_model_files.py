@@ -178,6 +178,13 @@ def test_names_may_lack_their_first_part(architecture: str, tiny: Path, folder: 
     assert _answer(folder) == _answer(tiny)
 
 
+@pytest.mark.parametrize("kind", [{"llama": 1}, ["llama"], 7])
+def test_a_kind_that_is_no_text_is_named(kind: object, folder: Path) -> None:
+    _edit(folder / "config.json", model_type=kind)
+    with pytest.raises(ConfigError, match=r"cannot load .*: model_type must be a text in config\.json"):
+        _engine(folder)
+
+
 # --- GGUF
 
 

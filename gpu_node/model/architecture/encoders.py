@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.transformers_class import architecture_of, has_transformers
+from penstock.gpu_node.model.architecture.transformers_class import architecture_of, has_transformers, kind_of
 from penstock.gpu_node.model.text_protocol import RowKind
 
 _WITH_OFFSET = frozenset(("camembert", "data2vec-text", "longformer", "mpnet", "roberta", "roberta-prelayernorm")) | {
@@ -38,7 +38,7 @@ class EncoderFoundError(ConfigError):
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an encoder."""
-    if config.get("model_type") not in _ENCODERS or config.get("is_decoder"):
+    if kind_of(config) not in _ENCODERS or config.get("is_decoder"):
         return False
     return not architecture_of(config).endswith(_CAUSAL)
 
@@ -82,7 +82,7 @@ def num_positions(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens an encoder can tell apart by their positions; None if its config does not say it."""
     names = "max_position_embeddings", "n_positions", "max_seq_len"
     found = next((value for name in names if type(value := config.get(name)) is int), None)
-    if found is None or config.get("model_type") not in _WITH_OFFSET:
+    if found is None or kind_of(config) not in _WITH_OFFSET:
         return found
     pad = config.get("pad_token_id")
     return found - (pad if type(pad) is int else 1) - 1

@@ -22,6 +22,14 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return str(named[0]) if isinstance(named, list) and named else "none"
 
 
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """Return the `model_type` that a config.json names, or None. Raises ConfigError for one that is no text."""
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError("model_type must be a text")
+    return kind
+
+
 def has_transformers() -> bool:
     """Return whether transformers and torch are installed, without importing them."""
     return find_spec("transformers") is not None and find_spec("torch") is not None

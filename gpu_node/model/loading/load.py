@@ -104,7 +104,8 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     with reading(described_in, model):
         stamps = stamps_of_source(source)
         config = read_object(source.folder / "config.json")
-    if gguf is None and is_encoder(config):
+        generates_no_text = gguf is None and is_encoder(config)
+    if generates_no_text:
         raise EncoderFoundError(model, architecture_of(config), source.folder, is_dummy=source.is_dummy)
     with reading(described_in, model):
         if gguf is not None:

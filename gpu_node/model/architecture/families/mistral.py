@@ -20,6 +20,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
 )
 from penstock.gpu_node.model.architecture.mlp import Experts
 from penstock.gpu_node.model.architecture.spec import Family, ModelSpec, QueryGrowth
+from penstock.gpu_node.model.architecture.transformers_class import kind_of
 
 _DEFAULT_WINDOW = 4096
 _MINISTRAL3_DEFAULTS = {"max_position_embeddings": 262_144, "head_dim": 128, "rms_norm_eps": 1e-5}
@@ -56,7 +57,7 @@ def _ministral3(config: Config) -> ModelSpec:
 def _mistral3(config: Config) -> ModelSpec:
     """Return the text model of Mistral 3. Its own kind says which it is."""
     kinds = {"mistral": _mistral, "ministral3": _ministral3}
-    if (kind := config.get("model_type", "mistral")) not in kinds:
+    if (kind := kind_of(config) or "mistral") not in kinds:
         raise ConfigError(f"text_config.model_type is {kind!r}, but Mistral 3 has only {', '.join(kinds)}")
     return kinds[kind]({"rms_norm_eps": 1e-5, **config})
 
