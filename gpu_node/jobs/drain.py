@@ -1,8 +1,8 @@
 """The pace at which a node completes jobs: the cost that it drains per second, in predicted KV tokens.
 
 The pace is a quotient. Its dividend is the work that the node computes per second while jobs wait: tokens of prompts
-and of outputs. An output token counts as many prompt tokens as take the same time. So jobs count while they run, and not
-only at their end. Its divisor is the work in a unit of predicted cost, which is known only once outputs have ended.
+and of outputs. An output token counts as many prompt tokens as take the same time. So jobs count while they run, and
+not only at their end. Its divisor is the work in a unit of predicted cost, which is known only once outputs have ended.
 
 Outputs that began together end in order of their length. So the mean of those that have ended is too low at first. The
 estimator of Kaplan and Meier (1958) uses the others too: one that still runs counts as the mean of the longer ones.

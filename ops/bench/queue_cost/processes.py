@@ -16,6 +16,8 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 POOL = "clock"
 STOP_TIMEOUT_S = 30
+CELERY_REDIS = "BENCH_CELERY_REDIS"
+"""The variable that gives a module's app of Celery its Redis in a worker."""
 Child = tuple[int, dict[str, str]]
 """A process's id, and what it said when it was ready."""
 
@@ -100,3 +102,16 @@ class CpuMeter:
         total = sum(us for name, us in self.spent_us.items() if name != "node engine")
         rate = f"{num_tokens / self.wall_s:,.0f} tokens/s"
         return f"{rate}; CPU us/token: {', '.join(parts)}; all but the engine {total / num_tokens:.1f}"
+
+
+@contextmanager
+def celery_worker(module: str, redis_url: str, pool: str, concurrency: int) -> Iterator[None]:
+    """Run a worker of the app of Celery that a module makes from CELERY_REDIS."""
+    argv = [sys.executable, "-m", "celery", "-A", module, "worker", "--loglevel", "ERROR", "--pool", pool]
+    env = os.environ | {CELERY_REDIS: redis_url}
+    with subprocess.Popen([*argv, "--concurrency", str(concurrency)], env=env, stdout=subprocess.DEVNULL) as running:
+        try:
+            yield
+        finally:
+            running.terminate()
+            running.wait(STOP_TIMEOUT_S)

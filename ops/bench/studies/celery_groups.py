@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 from celery import Celery, group
 
-from bench.queue_cost.processes import node
+from bench.queue_cost.processes import CELERY_REDIS, celery_worker, node
 from penstock import Client
 from penstock.celery import PenstockTasks, install
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-REDIS_VARIABLE = "BENCH_CELERY_REDIS"
 EMPTY = "bench.empty"
-STOP_TIMEOUT_S = 30
 
 
 def empty() -> None:
@@ -40,21 +35,8 @@ def make_app(redis_url: str) -> tuple[Celery, PenstockTasks]:
     return made, install(made, redis_url=redis_url)
 
 
-if REDIS_VARIABLE in os.environ:
-    app = make_app(os.environ[REDIS_VARIABLE])[0]  # For `celery -A`.
-
-
-@contextmanager
-def worker(redis_url: str, pool: str, concurrency: int) -> Iterator[None]:
-    """Run a worker of the app."""
-    argv = [sys.executable, "-m", "celery", "-A", __spec__.name, "worker", "--loglevel", "ERROR", "--pool", pool]
-    env = os.environ | {REDIS_VARIABLE: redis_url}
-    with subprocess.Popen([*argv, "--concurrency", str(concurrency)], env=env, stdout=subprocess.DEVNULL) as running:
-        try:
-            yield
-        finally:
-            running.terminate()
-            running.wait(STOP_TIMEOUT_S)
+if CELERY_REDIS in os.environ:
+    app = make_app(os.environ[CELERY_REDIS])[0]  # For `celery -A`.
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -68,7 +50,7 @@ def measure(num_tasks: int, num_turns: int, pool: str, concurrency: int) -> None
     """Print the medians of all turns, and the ratio that they should keep."""
     prompts = [[3 + number % 200] * 30 for number in range(num_tasks)]
     found: dict[str, list[float]] = {"empty": [], "generate": [], "group": []}
-    with EmbeddedRedis() as server, node(server.url, 0.0), worker(server.url, pool, concurrency):
+    with EmbeddedRedis() as server, node(server.url, 0.0), celery_worker(__spec__.name, server.url, pool, concurrency):
         made, tasks = make_app(server.url)
         with Client(server.url) as client:
             signatures = [tasks.generate(prompt, max_tokens=1, ignore_eos=True) for prompt in prompts]

@@ -10,22 +10,18 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from celery import Celery, chord, group
 
-from bench.queue_cost.processes import POOL, gateway, node
+from bench.queue_cost.processes import CELERY_REDIS, POOL, celery_worker, gateway, node
 from penstock import Client
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-REDIS_VARIABLE = "BENCH_FAN_IN_REDIS"
-STOP_TIMEOUT_S = 30
 MAX_S = 600
 PROMPT = "Say one word."
 BULLMQ = Path(__file__).parents[1] / "fan_in" / "bullmq.mjs"
@@ -49,21 +45,8 @@ def _all(texts: Sequence[str]) -> int:
     return len(" ".join(texts))
 
 
-if REDIS_VARIABLE in os.environ:
-    app = make_app(os.environ[REDIS_VARIABLE])  # For `celery -A`.
-
-
-@contextmanager
-def worker(redis_url: str, pool: str, concurrency: int) -> Iterator[None]:
-    """Run a worker of the app."""
-    argv = [sys.executable, "-m", "celery", "-A", __spec__.name, "worker", "--loglevel", "ERROR", "--pool", pool]
-    env = os.environ | {REDIS_VARIABLE: redis_url}
-    with subprocess.Popen([*argv, "--concurrency", str(concurrency)], env=env, stdout=subprocess.DEVNULL) as running:
-        try:
-            yield
-        finally:
-            running.terminate()
-            running.wait(STOP_TIMEOUT_S)
+if CELERY_REDIS in os.environ:
+    app = make_app(os.environ[CELERY_REDIS])  # For `celery -A`.
 
 
 def by_flow(client: Client, num_jobs: int, files_url: str) -> float:
@@ -105,7 +88,7 @@ def measure(num_jobs: int, num_turns: int, modules: Path | None, pool: str, conc
         EmbeddedRedis() as server,
         node(server.url, 0.0),
         gateway(server.url, PENSTOCK_FILES_URL=f"{folder}/files"),
-        worker(server.url, pool, concurrency),
+        celery_worker(__spec__.name, server.url, pool, concurrency),
         Client(server.url) as client,
     ):
         made, socket = make_app(server.url), server.url.removeprefix("unix://")
