@@ -84,7 +84,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with status {process.returncode}")
         try:
-            urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=5).close()
+            urllib.request.urlopen(f"http://{HOST}:{port}/ready", timeout=5).close()
             return
         except OSError:
             time.sleep(0.1)
