@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from penstock.contract.tools import CallId, FunctionName
 from penstock.producer.openai.messages import placeholder_of, text_or_none
@@ -118,6 +118,18 @@ def _unsupported(kind: object, instead: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_value", message, {"shown": shown, "instead": instead})
 
 
+def _given_input(value: object) -> object:
+    # Proxies pass on the arguments of OpenAI's calls, which are text, and those of a call without any as "" or null.
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, str):
+        try:
+            return from_json(value)
+        except ValueError:
+            return value
+    return value
+
+
 class _ChangedTool(Nested):
     type: Literal["tool_reference"]
     name: FunctionName
@@ -133,7 +145,7 @@ class ContentBlock(Nested):
     text: str | None = None
     id: CallId | None = None
     name: FunctionName | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[dict[str, Any] | None, BeforeValidator(_given_input)] = None
     thinking: Annotated[str | None, BeforeValidator(text_or_none)] = None
     signature: Annotated[str | None, BeforeValidator(text_or_none)] = None
     tool_use_id: CallId | None = None

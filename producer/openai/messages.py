@@ -116,8 +116,8 @@ def _named(message: object, number: int, unanswered: list[object]) -> object:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _given_arguments(value: object) -> object:
-    # Some servers write arguments as an object (Ollama), and a call without any as "" or null.
+def given_arguments(value: object) -> object:
+    """Return a call's earlier arguments as text. Some servers write an object (Ollama), or "" and null for none."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     return "{}" if value is None or (isinstance(value, str) and not value.strip()) else value
@@ -142,7 +142,7 @@ _FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
 
 class _CalledFunction(OpenWire):
     name: FunctionName
-    arguments: Annotated[Arguments, BeforeValidator(_given_arguments)] = "{}"
+    arguments: Annotated[Arguments, BeforeValidator(given_arguments)] = "{}"
 
 
 class AskedCall(OpenWire):

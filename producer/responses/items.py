@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS_OF_CHAT, MAX_TOOLS, Arguments, CallId, FunctionName
 from penstock.producer.openai import seals
-from penstock.producer.openai.messages import placeholder_of
+from penstock.producer.openai.messages import given_arguments, placeholder_of
 from penstock.producer.openai.seals import Seal
 from penstock.producer.responses.compaction import opened
 from penstock.producer.responses.tools import TOOL_SEARCH, AnyTool, arguments_of, offered_name, read_as, tool_of
@@ -141,7 +141,7 @@ class _CallItem(AnyCallItem):
     call_id: CallId
     name: FunctionName
     namespace: FunctionName | None = None
-    arguments: Arguments
+    arguments: Annotated[Arguments, BeforeValidator(given_arguments)] = "{}"
 
     @property
     def offered(self) -> str:

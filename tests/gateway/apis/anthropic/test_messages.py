@@ -311,6 +311,27 @@ def test_history_of_an_agent_becomes_messages_of_the_chat(http: httpx.Client, en
     ]
 
 
+@pytest.mark.parametrize(("given", "expected"), [('{"a": [1]}', {"a": [1]}), ("", {}), (None, {})])
+def test_earlier_input_may_be_the_text_of_an_object_or_nothing(
+    http: httpx.Client, engine: Any, given: Any, expected: Any
+) -> None:
+    called = [{"type": "tool_use", "id": "call1", "name": "f", "input": given}]
+    result = [{"type": "tool_result", "tool_use_id": "call1", "content": "r1"}]
+    roles = [("user", "q"), ("assistant", called), ("user", result)]
+    history = [{"role": role, "content": content} for role, content in roles]
+    assert http.post("/v1/messages", json=body("", messages=history)).status_code == 200
+    (call,) = sent_chat(engine)[1]["tool_calls"]
+    assert json.loads(call["arguments"]) == expected
+
+
+@pytest.mark.parametrize("given", ["a", "[1]", 5])
+def test_earlier_input_that_is_no_object_is_refused_by_name(http: httpx.Client, given: Any) -> None:
+    called = [{"type": "tool_use", "id": "call1", "name": "f", "input": given}]
+    answer = http.post("/v1/messages", json=body("", messages=[{"role": "assistant", "content": called}]))
+    assert answer.status_code == 400
+    assert "input" in answer.json()["error"]["message"]
+
+
 def test_system_messages_belong_to_the_prompt_or_become_marked_texts_of_the_user(
     http: httpx.Client, engine: Any
 ) -> None:

@@ -136,3 +136,16 @@ def test_the_reasoning_effort_reaches_the_chat_template(calling: Any, calling_en
     thinks = effort != "none"
     given = json.loads(calling_engine.tokenizer.last_template_kwargs)
     assert given == {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+@pytest.mark.parametrize("arguments", ["", None, {"a": 1}, '{"a": 1}'], ids=repr)
+def test_earlier_arguments_may_be_empty_absent_or_an_object(calling: Any, calling_engine: Any, arguments: Any) -> None:
+    given = {} if arguments is None else {"arguments": arguments}
+    history = [
+        {"role": "user", "content": "q"},
+        {"type": "function_call", "call_id": "c1", "name": "f", **given},
+        {"type": "function_call_output", "call_id": "c1", "output": "Sunny."},
+    ]
+    assert calling.responses.create(model=MODEL, input=history, tools=[TOOL]).status == "completed"
+    (call,) = calling_engine.tokenizer.last_chat[0][1]["tool_calls"]
+    assert json.loads(call["arguments"]) == ({"a": 1} if arguments else {})
