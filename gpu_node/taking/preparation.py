@@ -8,11 +8,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from penstock.contract.calls.opening import CallOpening, names_in
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError, UnsupportedKindError
 from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
 from penstock.contract.output import Chunk, Outcome, TokenLogprobs
@@ -415,7 +417,12 @@ class JobPreparation:
 
     def _reasoning_of(self, request: Request) -> ReasoningRule | None:
         """Return how an answer in a chat may reason. Other texts do not, whatever they contain."""
-        return None if request.messages is None else self._tokenizer.reasoning_rule(request.chat_template_kwargs)
+        if request.messages is None:
+            return None
+        rule = self._tokenizer.reasoning_rule(request.chat_template_kwargs)
+        if rule is None or request.tools is None or request.params.structured_outputs is not None:
+            return rule
+        return replace(rule, calls=CallOpening.of(self._tokenizer.tool_format, names_in(request.tools)))
 
     def _note_refusal(self, job: HeldJob, error: Exception) -> None:
         """End a job that the engine refused. Runs on the engine's thread."""

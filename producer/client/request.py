@@ -407,7 +407,15 @@ def answer_format(
         functions=tool_use.tools if form.kind == "tagged" else None,
         marks=form.reasoning,
         frame=form if form.has_frame else None,
+        names=() if reasoning == "none" else _callable_in_reasoning(tool_use.tools, tool_use.choice, params),
     )
+
+
+def _callable_in_reasoning(tools: str, choice: ToolChoice, params: SamplingParams) -> tuple[str, ...]:
+    """Return the functions whose calls end reasoning without a closing mark; none if a grammar holds the calls."""
+    functions = [tool["function"] for tool in json.loads(tools)]
+    is_held = choice != "auto" or params.structured_outputs or any(one.get("strict") for one in functions)
+    return () if is_held else tuple(one["name"] for one in functions)
 
 
 def require_tool_parser(record: PoolRecord | None) -> PoolRecord:

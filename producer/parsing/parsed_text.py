@@ -8,8 +8,9 @@ from itertools import chain
 from typing import Literal
 
 from penstock.contract.calls.messages import MarkDropper, MessageReader
+from penstock.contract.calls.opening import CallOpening
 from penstock.contract.calls.reader import reader_of
-from penstock.contract.calls.reading import Call, num_held
+from penstock.contract.calls.reading import MAX_OPENING_CHARS, Call, num_held
 from penstock.contract.tool_formats import THINK, ToolFormat
 
 _CHARS_READ_AT_ONCE = 1 << 10
@@ -53,6 +54,8 @@ class AnswerFormat:
     """The marks around the reasoning."""
     frame: ToolFormat | None = None
     """The format whose marks stand around the messages or texts of the answer, if they do."""
+    names: tuple[str, ...] = ()
+    """The functions whose calls end reasoning that the model did not close."""
 
     def read(self, text: str, *, is_cut: bool = False) -> ParsedText:
         """Parse a whole text. is_cut: it ended because of a limit."""
@@ -82,8 +85,11 @@ class AnswerReader:
         self._calls = None if form.calls is None else reader_of(form.calls, form.functions)
         frame = form.frame
         has_messages = frame is not None and bool(frame.header)
+        opening = None if form.calls is None else CallOpening.of(form.calls, form.names)
         self._reasoning: MessageReader | _ReasoningReader = (
-            MessageReader(frame) if frame and has_messages else _ReasoningReader(form.reasoning_parser, form.marks)
+            MessageReader(frame)
+            if frame and has_messages
+            else _ReasoningReader(form.reasoning_parser, form.marks, opening)
         )
         self._dropper = MarkDropper(frame) if frame and not has_messages else None
 
@@ -157,12 +163,16 @@ def _whole(parts: Sequence[Call]) -> Call:
 
 
 class _ReasoningReader:
-    """Separates reasoning between marks at the start of a text from the rest. White space after a mark is dropped."""
+    """Separates reasoning at the start of a text from the rest. White space after a mark is dropped.
 
-    def __init__(self, parser: str, marks: tuple[str, str]) -> None:
+    The closing mark ends the reasoning, or the beginning of a call, which belongs to the rest.
+    """
+
+    def __init__(self, parser: str, marks: tuple[str, str], opening: CallOpening | None) -> None:
         self._open, self._close = marks
         starts: dict[str, _Stage] = {"think": "before", "think_open": "inside"}
         self._stage: _Stage = starts.get(parser, "after")
+        self._opening = opening
         self._is_after_mark = False
         self._held = ""
 
@@ -190,9 +200,13 @@ class _ReasoningReader:
     def _reasoning(self) -> str:
         self._strip()
         at = self._held.find(self._close)
-        reasoning = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, self._close)]
-        self._held = self._held[len(reasoning) :]
-        if at >= 0:
+        num_certain = at if at >= 0 else len(self._held) - num_held(self._held, self._close)
+        if self._opening is not None:
+            begins, num_certain = _before_call(self._held, self._opening, num_certain)
+            if begins:
+                self._stage = "after"
+        reasoning, self._held = self._held[:num_certain], self._held[num_certain:]
+        if num_certain == at:
             self._consume_mark(len(self._close), "after")
         return reasoning
 
@@ -205,3 +219,14 @@ class _ReasoningReader:
         if self._is_after_mark:
             self._held = self._held.lstrip()
             self._is_after_mark = not self._held
+
+
+def _before_call(text: str, opening: CallOpening, limit: int) -> tuple[bool, int]:
+    """Return whether a call begins in the first `limit` characters, and how many of them are certainly reasoning."""
+    mark, at = opening.mark, text.find(opening.mark, 0, limit)
+    while at >= 0:
+        begins = opening.is_at_start(text[at : at + MAX_OPENING_CHARS + len(mark)])
+        if begins is not False:
+            return begins is True, at
+        at = text.find(mark, at + 1, limit)
+    return False, min(limit, len(text) - num_held(text, mark))

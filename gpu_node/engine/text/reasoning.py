@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from penstock.contract.calls.opening import CallOpening
+from penstock.contract.calls.reading import MAX_OPENING_CHARS
+
+_MAX_OPENING_BYTES = 4 * MAX_OPENING_CHARS
 NEVER = (1 << 31) - 1
 """A number of tokens that no choice reaches."""
 
@@ -30,6 +34,8 @@ class ReasoningRule:
     """Tokens of reasoning after which it is ended."""
     vocab_size: int = 0
     """Tokens that the model can choose."""
+    calls: CallOpening | None = None
+    """The beginning of a call, which ends reasoning without a closing mark; None if calls do not."""
 
     @property
     def can_precede_grammar(self) -> bool:
@@ -40,12 +46,13 @@ class ReasoningRule:
 class ReasoningState:
     """The position of one choice relative to its reasoning: a pure function of its tokens.
 
-    The reasoning of a choice are its tokens from the first one to the one that completes the closing mark. White space
-    before the opening mark, or any other text, means that the choice does not reason. At the budget the tokens of the
-    closing text follow, whatever the model computes, and count as reasoning. A budget does not end what has not begun.
+    The reasoning of a choice are its tokens from the first one to the one that completes the closing mark, or the
+    beginning of a call. White space before the opening mark, or any other text, means that the choice does not reason.
+    At the budget the tokens of the closing text follow, whatever the model computes, and count as reasoning. A budget
+    does not end what has not begun.
     """
 
-    __slots__ = ("_forced_from", "_num_tokens", "_rule", "_tail", "has_begun", "is_over", "num_seen")
+    __slots__ = ("_call", "_forced_from", "_num_tokens", "_rule", "_tail", "has_begun", "is_over", "num_seen")
 
     def __init__(self, rule: ReasoningRule) -> None:
         self._rule = rule
@@ -58,6 +65,8 @@ class ReasoningState:
         self._forced_from: int | None = None
         self._tail = b""
         """The end of the text so far that may be the beginning of a mark."""
+        self._call = b""
+        """The end of the text so far that may be the beginning of a call."""
 
     @property
     def num_tokens(self) -> int:
@@ -118,5 +127,22 @@ class ReasoningState:
             text = text[len(rule.opening) :]
         self.is_over = rule.closing in text
         self._tail = text[-len(rule.closing) + 1 :] if len(rule.closing) > 1 else b""
+        if rule.calls is not None and not self.is_over:
+            self.is_over = self._opens_call(rule.calls, rule.token_bytes[token_id])
         if not self.is_over and rule.budget is not None and self._num_tokens >= rule.budget:
             self._forced_from = self._num_tokens
+
+    def _opens_call(self, calls: CallOpening, added: bytes) -> bool:
+        """Return whether a call begins in the text so far, of which this is the newest part."""
+        mark = calls.mark.encode()
+        text = self._call + added
+        at = text.find(mark)
+        while at >= 0:
+            # A character that is not whole yet can only belong to the name.
+            begins = calls.is_at_start(text[at : at + _MAX_OPENING_BYTES].decode(errors="ignore"))
+            if begins is not False:
+                self._call = text[at:]
+                return begins is True
+            at = text.find(mark, at + 1)
+        self._call = text[1 - len(mark) :]
+        return False

@@ -149,3 +149,43 @@ def test_text_before_and_after_a_call_is_shown_once(url: str) -> None:
     said = f"I look.\n{hermes('now', '{}')}\nDone <tool_cal"
     calls, text, _ = streamed(url, "hermes", said)
     assert calls == [("now", "{}")] and text.split() == ["I", "look.", "Done", "<tool_cal"]
+
+
+CALL_OF = {
+    "hermes": hermes("weather", '{"city": "Rome"}'),
+    "qwen3_coder": qwen("weather", city="Rome"),
+    "glm45": glm("weather", city="Rome"),
+    "lfm2": '<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>',
+}
+
+
+@pytest.fixture(scope="module")
+def thinking(stack: Any) -> None:
+    for form in FORMS:
+        model, pool = f"acme/thinking-{form}", f"thinking-{form}"
+        engine = ScriptedEngine(form)
+        stack.start_node(engine, model=model, pool=pool, tool_parser=form, reasoning_parser="think_open")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_ends_reasoning_that_the_model_did_not_close(url: str, thinking: None, form: str) -> None:
+    """vllm#35687, #33646: the call was lost as reasoning. lmstudio-bug-tracker#1592: prose was read as a call."""
+    name = f"thinking-{form}"
+    mark = CALL_OF[form].split("\n", 1)[0].split("weather", 1)[0]
+    prose = f"A call begins with {mark} or {mark}\n other. I ask."
+    said = f"{prose}\n{CALL_OF[form]}"
+    message = asked(url, name, said)["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+    assert message["reasoning_content"].strip() == prose and not message["content"]
+    assert both(url, name, said) == [("weather", {"city": "Rome"})]
+    only_prose = asked(url, name, prose)
+    assert only_prose["message"]["reasoning_content"] == prose and only_prose["finish_reason"] == "stop"
+    closed = asked(url, name, f"hm</think>{CALL_OF[form]}")["message"]
+    assert (closed["reasoning_content"], len(closed["tool_calls"])) == ("hm", 1)
+
+
+def test_a_forced_call_begins_behind_the_reasoning(url: str, thinking: None) -> None:
+    """The grammar of a forced call begins there, so a call inside the reasoning is none."""
+    said = f"I could {CALL_OF['hermes']}</think>{hermes('now', '{}')}"
+    message = asked(url, "thinking-hermes", said, tool_choice="required")["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
