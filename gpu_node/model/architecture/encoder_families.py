@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.encoders import num_positions
 from penstock.gpu_node.model.architecture.hf_config import Config, activation_of, kinds_of, layers_of, rope_of
 from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.gpu_node.model.architecture.rope import DynamicScaling, LongScaling
 from penstock.gpu_node.model.architecture.spec import Attention, EncoderParts, LayerSpec, ModelSpec
 
 Names = Collection[str]
@@ -23,7 +25,10 @@ def encoder_spec_of(config: Config, names: Names) -> ModelSpec:
     kind = str(config["model_type"])
     if (spec_of := _FAMILIES.get(kind)) is None:
         raise ConfigError(f"model_type {kind} is not supported; supported: {', '.join(_FAMILIES)}")
-    return spec_of(config, names)
+    spec = spec_of(config, names)
+    if any(isinstance(rope.scaling, DynamicScaling | LongScaling) for rope in spec.ropes):
+        raise ConfigError("RoPE scaling by the length of a text is not supported")
+    return spec
 
 
 def _bert(config: Config, base: str) -> ModelSpec:
@@ -187,6 +192,20 @@ def _eurobert(config: Config, _names: Names) -> ModelSpec:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of tensors of NomicBERT and GTE."""
+
+    embeddings: str
+    embedding_norm: str
+    qkv: tuple[str, ...]
+    out: str
+    mlp_in: tuple[str, ...]
+    mlp_out: str
+    attention_norm: str
+    mlp_norm: str
+
+
 def _gated_bert(config: Config, names: Names) -> ModelSpec:
     """NomicBERT and GTE: norms behind the sums as in BERT, with RoPE and gated MLPs."""
     hidden, is_gte = config["hidden_size"], config["model_type"] == "gte"
@@ -202,79 +221,78 @@ def _gated_bert(config: Config, names: Names) -> ModelSpec:
             rope=rope_of(config, heads["head_dim"]),
             qkv_bias=is_gte,
             out_bias=is_gte,
-            qkv=own["qkv"],
+            qkv=own.qkv,
             qkv_by_head=False,
-            out=own["out"],
+            out=own.out,
         ),
         mlp=Mlp(
             intermediate_size=config["intermediate_size"],
             activation=activation_of(config, "hidden_act", "gelu" if is_gte else "silu"),
             out_bias=is_gte,
-            fused_gate=len(own["mlp_in"]) == 1,
+            fused_gate=len(own.mlp_in) == 1,
             up_first=True,
-            mlp_in=own["mlp_in"],
-            mlp_out=own["mlp_out"],
+            mlp_in=own.mlp_in,
+            mlp_out=own.mlp_out,
         ),
-        attention_sum_norm=own["attention_norm"],
-        mlp_sum_norm=own["mlp_norm"],
+        attention_sum_norm=own.attention_norm,
+        mlp_sum_norm=own.mlp_norm,
     )
-    base = own["base"]
     types = config["type_vocab_size"]
     return ModelSpec(
         **_sizes(config, config["max_position_embeddings"]),
         layers=(only,) * config["num_hidden_layers"],
         norm_eps=config["layer_norm_eps"],
         encoder=EncoderParts(
-            embedding_norm=own["embedding_norm"],
-            token_types=f"{base}embeddings.token_type_embeddings" if types else None,
+            embedding_norm=own.embedding_norm,
+            token_types=own.embeddings + "token_type_embeddings" if types else None,
             num_token_types=types,
         ),
-        embedding=f"{base}embeddings.word_embeddings",
+        embedding=own.embeddings + "word_embeddings",
     )
 
 
-def _own_names(base: str) -> dict[str, Any]:
-    """Return the names of tensors as transformers' classes have them, of NomicBERT and of GTE."""
+def _own_names(base: str) -> _Names:
+    """Return the names that transformers' classes of NomicBERT and GTE have."""
     layer = f"{base}.layers.{{layer}}."
     attention, mlp = layer + "self_attn.", layer + "mlp."
-    return {
-        "base": f"{base}.",
-        "embedding_norm": f"{base}.embeddings.LayerNorm",
-        "qkv": (attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-        "out": attention + "o_proj",
-        "mlp_in": (mlp + "gate_proj", mlp + "up_proj"),
-        "mlp_out": mlp + "down_proj",
-        "attention_norm": layer + "post_attention_layernorm",
-        "mlp_norm": layer + "post_mlp_layernorm",
-    }
+    return _Names(
+        embeddings=f"{base}.embeddings.",
+        embedding_norm=f"{base}.embeddings.LayerNorm",
+        qkv=(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+        out=attention + "o_proj",
+        mlp_in=(mlp + "gate_proj", mlp + "up_proj"),
+        mlp_out=mlp + "down_proj",
+        attention_norm=layer + "post_attention_layernorm",
+        mlp_norm=layer + "post_mlp_layernorm",
+    )
 
 
-def _published_nomic() -> dict[str, Any]:
-    layer = "encoder.layers.{layer}."
-    return {
-        "base": "",
-        "embedding_norm": "emb_ln",
-        "qkv": (layer + "attn.Wqkv",),
-        "out": layer + "attn.out_proj",
-        "mlp_in": (layer + "mlp.fc12", layer + "mlp.fc11"),
-        "mlp_out": layer + "mlp.fc2",
-        "attention_norm": layer + "norm1",
-        "mlp_norm": layer + "norm2",
-    }
+def _published_nomic() -> _Names:
+    base, layer = "nomic_bert.", "nomic_bert.encoder.layers.{layer}."
+    return _Names(
+        embeddings=base + "embeddings.",
+        embedding_norm=base + "emb_ln",
+        qkv=(layer + "attn.Wqkv",),
+        out=layer + "attn.out_proj",
+        mlp_in=(layer + "mlp.fc12", layer + "mlp.fc11"),
+        mlp_out=layer + "mlp.fc2",
+        attention_norm=layer + "norm1",
+        mlp_norm=layer + "norm2",
+    )
 
 
-def _published_gte() -> dict[str, Any]:
-    layer = "new.encoder.layer.{layer}."
-    return {
-        "base": "new.",
-        "embedding_norm": "new.embeddings.LayerNorm",
-        "qkv": (layer + "attention.qkv_proj",),
-        "out": layer + "attention.o_proj",
-        "mlp_in": (layer + "mlp.up_gate_proj",),
-        "mlp_out": layer + "mlp.down_proj",
-        "attention_norm": layer + "attn_ln",
-        "mlp_norm": layer + "mlp_ln",
-    }
+def _published_gte() -> _Names:
+    layer = "gte.encoder.layer.{layer}."
+    return _Names(
+        embeddings="gte.embeddings.",
+        embedding_norm="gte.embeddings.LayerNorm",
+        qkv=(layer + "attention.qkv_proj",),
+        out=layer + "attention.o_proj",
+        mlp_in=(layer + "mlp.up_gate_proj",),
+        mlp_out=layer + "mlp.down_proj",
+        attention_norm=layer + "attn_ln",
+        mlp_norm=layer + "mlp_ln",
+    )
 
 
 def _positions_of(config: Config) -> int:
@@ -282,7 +300,7 @@ def _positions_of(config: Config) -> int:
     return int(num_positions(config) or 0)
 
 
-def _heads(num_heads: int, hidden: int) -> dict[str, int]:
+def _heads(num_heads: int, hidden: int) -> dict[str, Any]:
     """Return the heads of attention, each with a key of its own."""
     if num_heads < 1 or hidden % num_heads:
         raise ConfigError(f"hidden_size is {hidden} but must be a multiple of the attention heads, {num_heads}")

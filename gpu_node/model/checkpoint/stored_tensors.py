@@ -45,8 +45,10 @@ _SAFETENSORS_KINDS = {
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _BASES = ("model", "gpt_neox", "transformer", "backbone")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
-_ENCODER_BASES = ("bert", "roberta", "data2vec_text", "electra", "distilbert", "nomic_bert", "gte", "new")
+_ENCODER_BASES = ("bert", "roberta", "data2vec_text", "electra", "distilbert", "nomic_bert", "gte")
 """What names of an encoder's tensors begin with in a checkpoint of the encoder and a head."""
+_PUBLISHED_BASES = {"gte": "new"}
+"""What they begin with in published files instead."""
 _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Ends of the names of norms, and what they were in files of BERT's first years."""
 _HEAD = "lm_head"
@@ -211,8 +213,9 @@ def _known_names(name: str) -> tuple[str, ...]:
         return (name, rest, f"backbone.{rest}", *(f"{base}.{rest}" for base in TEXT_BASES))
     if first in _ENCODER_BASES:
         end = ".".join(name.rsplit(".", 2)[1:])
-        old = name.removesuffix(end) + _OLD_NORMS.get(end, end)
-        return tuple(dict.fromkeys((name, rest, old, old.partition(".")[2])))
+        old_rest = rest.removesuffix(end) + _OLD_NORMS.get(end, end)
+        published = f"{_PUBLISHED_BASES.get(first, first)}.{rest}"
+        return tuple(dict.fromkeys((name, rest, published, f"{first}.{old_rest}", old_rest)))
     return (name, *(f"{head}.{rest}" for head in TEXT_HEADS)) if first == _HEAD else (name,)
 
 

@@ -36,10 +36,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "penstock, int8": {"quantization": "int8"},
     "penstock, runner torch, float32": {"runner": "torch", "dtype": "float32"},
 }
-PEERS: Mapping[str, str] = {
-    "sentence-transformers, float32": "float32",
-    "sentence-transformers, bfloat16": "bfloat16",
-}
+PEERS: Mapping[str, str] = {"sentence-transformers, float32": "float32", "sentence-transformers, bfloat16": "bfloat16"}
 REFERENCE = "sentence-transformers, float32"
 
 
@@ -173,8 +170,8 @@ def page_of(measured: Mapping[str, Any]) -> str:
         f"`PYTHONPATH=ops python -m bench.studies.encoders` with all-MiniLM-L6-v2 on {measured['threads']} cores"
         f" ({measured['machine']}).",
         f"Each contestant embedded {PER_TURN:,} texts a turn, of 20 to 256 tokens, and they took turns; the rates are",
-        f"medians. Cosines are those of {COMPARED:,} texts of 1 to 400 words with sentence-transformers in float32, and the",
-        "rank correlation is that of the similarities of all pairs of them.",
+        f"medians. Cosines are those of {COMPARED:,} texts of 1 to 400 words with sentence-transformers in float32,",
+        "and the rank correlation is that of the similarities of all pairs of them.",
         "",
         "| | tokens a second | of the best peer | least cosine | rank correlation |",
         "|---|---|---|---|---|",

@@ -76,7 +76,8 @@ def test_int8_is_near_the_module(model_type: str, tmp_path: Path, load: Load) ->
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_scores_of_labels_are_those_of_the_module(model_type: str, tmp_path: Path, load: Load) -> None:
-    module = written(tmp_path, model_type, "ForSequenceClassification", num_labels=3)
+    pooling = {"classifier_pooling": "bos"} if model_type == "eurobert" else {}
+    module = written(tmp_path, model_type, "ForSequenceClassification", num_labels=3, **pooling)
     engine = load(tmp_path)
     with torch.inference_mode():
         expected = np.concatenate([module(input_ids=torch.tensor([text])).logits.numpy() for text in TEXTS])
@@ -140,70 +141,43 @@ def renamed(folder: Path, rename: Callable[[dict[str, np.ndarray]], dict[str, np
     save_file({name: np.ascontiguousarray(one) for name, one in rename(load_file(path)).items()}, path)
 
 
-def as_nomic_published(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    changes = {
-        "layers.": "encoder.layers.",
-        "embeddings.LayerNorm": "emb_ln",
-        "self_attn.o_proj": "attn.out_proj",
-        "up_proj": "fc11",
-        "gate_proj": "fc12",
-        "down_proj": "fc2",
-        "post_attention_layernorm": "norm1",
-        "post_mlp_layernorm": "norm2",
-    }
+Tensors = dict[str, np.ndarray]
+
+
+def as_in_the_class(module: Any) -> Tensors:
+    """Return the tensors under the names that transformers' class has; it writes published names to files."""
+    return {name: one.numpy() for name, one in module.state_dict().items()}
+
+
+def under(base: str, tensors: Tensors) -> Tensors:
+    return {f"{base}.{name}": one for name, one in tensors.items()}
+
+
+def as_in_old_files(tensors: Tensors) -> Tensors:
+    renamed_norms = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     made = {}
     for name, one in tensors.items():
-        if ".self_attn.q_proj" in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            name, one = name.replace("self_attn.q_proj", "attn.Wqkv"), np.concatenate(parts)
-        elif ".self_attn.k_proj" in name or ".self_attn.v_proj" in name:
-            continue
-        for own, published in changes.items():
-            name = name.replace(own, published)
+        for end, old in renamed_norms.items():
+            name = name.replace(end, old)
         made[name] = one
     return made
 
 
-def as_gte_published(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    changes = {
-        "layers.": "encoder.layer.",
-        "self_attn.o_proj": "attention.o_proj",
-        "post_attention_layernorm": "attn_ln",
-        "post_mlp_layernorm": "mlp_ln",
-    }
-    made = {}
-    for name, one in tensors.items():
-        if ".q_proj" in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            name, one = name.replace("self_attn.q_proj", "attention.qkv_proj"), np.concatenate(parts)
-        elif ".up_proj" in name:
-            one = np.concatenate((one, tensors[name.replace("up_proj", "gate_proj")]))
-            name = name.replace("up_proj", "up_gate_proj")
-        elif any(part in name for part in (".k_proj", ".v_proj", ".gate_proj")):
-            continue
-        for own, published in changes.items():
-            name = name.replace(own, published)
-        made[f"new.{name}"] = one
-    return made
-
-
-def as_old_bert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    made = {}
-    for name, one in tensors.items():
-        for new_end, old_end in old.items():
-            name = name.replace(new_end, old_end)
-        made[f"bert.{name}"] = one
-    return made
-
-
 @pytest.mark.parametrize(
-    ("model_type", "rename"), [("nomic_bert", as_nomic_published), ("gte", as_gte_published), ("bert", as_old_bert)]
+    ("model_type", "rename"),
+    [
+        ("nomic_bert", lambda stored, module: as_in_the_class(module)),
+        ("nomic_bert", lambda stored, module: under("nomic_bert", stored)),
+        ("gte", lambda stored, module: as_in_the_class(module)),
+        ("gte", lambda stored, module: {name.removeprefix("new."): one for name, one in stored.items()}),
+        ("bert", lambda stored, module: under("bert", as_in_old_files(stored))),
+        ("modernbert", lambda stored, module: under("model", stored)),
+    ],
 )
-def test_published_names_of_tensors_are_known(model_type: str, rename: Any, tmp_path: Path, load: Load) -> None:
-    written(tmp_path, model_type)
+def test_tensors_are_found_under_all_their_names(model_type: str, rename: Any, tmp_path: Path, load: Load) -> None:
+    module = written(tmp_path, model_type)
     expected = load(tmp_path).embed(TEXTS)
-    renamed(tmp_path, rename)
+    renamed(tmp_path, lambda stored: rename(stored, module))
     assert np.array_equal(load(tmp_path).embed(TEXTS), expected)
 
 
