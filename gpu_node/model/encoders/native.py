@@ -79,7 +79,7 @@ def load_native_encoder(
     runner = NativeTextRunner(
         model,
         hidden_size=described.hidden_size,
-        has_types=bool(described.spec.encoder and described.spec.encoder.token_types),
+        num_types=0 if described.spec.encoder is None else described.spec.encoder.num_token_types,
         num_blocks=num_blocks,
         num_threads=threads,
         placement=Placement(
@@ -99,7 +99,7 @@ class NativeTextRunner:
         model: NativeModel,
         *,
         hidden_size: int,
-        has_types: bool,
+        num_types: int,
         num_blocks: int,
         num_threads: int,
         placement: Placement,
@@ -107,7 +107,7 @@ class NativeTextRunner:
     ) -> None:
         self._model = model
         self._hidden_size = hidden_size
-        self._has_types = has_types
+        self._num_types = num_types
         self._num_blocks = num_blocks
         self._placement = placement
         self._labels = labels
@@ -150,13 +150,15 @@ class NativeTextRunner:
         num_tokens = int(query_starts[-1])
         # With a head that reads the first tokens alone, the last layer computes no others.
         pooled = query_starts[:-1] if self._labels is not None and self._labels.reads_first else np.arange(num_tokens)
+        # A tokenizer may tell pairs apart where the model has a single type.
+        types = np.minimum(batch.types[tokens], self._num_types - 1).astype(np.int32) if self._num_types else None
         return _Pass(
             token_ids=np.ascontiguousarray(batch.token_ids[tokens], np.int32),
             positions=(np.arange(num_tokens) - np.repeat(query_starts[:-1], lengths)).astype(np.int32),
             query_starts=query_starts,
             # Behind a text's last block there are others, which no token of it reads.
             block_tables=(first_blocks[:, None] + np.arange(num_blocks.max())).astype(np.int32),
-            types=np.ascontiguousarray(batch.types[tokens], np.int32) if self._has_types else None,
+            types=types,
             pooled=pooled.astype(np.int32),
             hidden=np.empty((len(pooled), self._hidden_size), np.float32),
             times_ms=np.zeros(3, np.float32),
@@ -238,10 +240,10 @@ class _NativeStep:
         return TextResult(np.concatenate(self._rows), self._took_ms)
 
     def _next(self) -> None:
-        """Start the next pass, if there is one."""
+        """Start the next pass, if there is one. An error is that of the result."""
         try:
             if (following := next(self._passes, None)) is not None:
                 self._runner.start(following)
                 self._running = following
-        except MemoryError as error:
+        except Exception as error:
             self._error = error

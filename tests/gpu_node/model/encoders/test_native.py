@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.contract.errors import ConfigError, JobFailedError
 from penstock.gpu_node.engine.encoder.engine import EncoderEngine
-from penstock.gpu_node.model.encoders.native import PASS_TOKENS, NativeTextRunner
+from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.encoders.load import load_encoder
+from penstock.gpu_node.model.encoders.native import PASS_TOKENS
 from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.text_protocol import TextBatch, TextRunner
+from penstock.kernels.cpu.probe import Isa
 
 FAMILIES = (
     *("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "electra", "distilbert"),
@@ -33,16 +38,25 @@ Load = Callable[..., EncoderEngine]
 
 
 @pytest.fixture(params=ISAS)
-def load(request: pytest.FixtureRequest) -> Load:
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    """An instruction set, for which the kernels are those of the tests."""
+    library = built(request.param)
+    with mock.patch.object(native_load, "library_path", lambda *_: library), quiet():
+        yield request.param
+
+
+@pytest.fixture
+def load(isa: Isa) -> Load:
     """Load a folder on the native kernels of an instruction set."""
-    built(request.param)
+    given: dict[str, Any] = {"runner": "native", "cpu_isa": isa, "num_threads": 1, "weight_cache": False}
+    return lambda folder, **settings: EncoderEngine(str(folder), **(given | settings))
 
-    def loaded(folder: Path, **settings: Any) -> EncoderEngine:
-        settings = {"runner": "native", "cpu_isa": request.param, "num_threads": 1, "weight_cache": False} | settings
-        with mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)), quiet():
-            return EncoderEngine(str(folder), **settings)
 
-    return loaded
+@pytest.fixture
+def runner_of(isa: Isa) -> Callable[[Path], TextRunner]:
+    """Load the runner of a folder."""
+    options = RunnerOptions(runner="native", cpu_isa=isa, num_threads=1, weight_cache=False)
+    return lambda folder: load_encoder(ModelSource(folder), options, lambda *_: None).runner
 
 
 def written(folder: Path, model_type: str, kind: str = "Model", **changes: Any) -> Any:
@@ -54,6 +68,12 @@ def means_of(module: Any) -> np.ndarray:
     with torch.inference_mode():
         states = [module(input_ids=torch.tensor([text])).last_hidden_state[0] for text in TEXTS]
     return np.stack([one.mean(0).numpy() for one in states])
+
+
+def packed(texts: list[list[int]]) -> TextBatch:
+    ids = np.concatenate([np.array(text, np.int32) for text in texts])
+    starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    return TextBatch(ids, starts, np.zeros(len(ids), np.int32))
 
 
 def error_of(found: np.ndarray, expected: np.ndarray) -> float:
@@ -94,12 +114,12 @@ def test_a_head_may_read_the_mean_of_a_text(model_type: str, tmp_path: Path, loa
 
 
 @pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert"])
-def test_labels_of_tokens_are_those_of_the_module(model_type: str, tmp_path: Path, load: Load) -> None:
+def test_labels_of_tokens_are_those_of_the_module(
+    model_type: str, tmp_path: Path, runner_of: Callable[[Path], TextRunner]
+) -> None:
     module = written(tmp_path, model_type, "ForTokenClassification", num_labels=3)
-    runner = load(tmp_path)._model.runner
-    from penstock.gpu_node.model.encoders.runner import _packed
-
-    found = runner.submit(_packed(TEXTS)).result().hidden
+    runner = runner_of(tmp_path)
+    found = runner.submit(packed(TEXTS)).result().hidden
     with torch.inference_mode():
         expected = np.concatenate([module(input_ids=torch.tensor([text])).logits[0].numpy() for text in TEXTS])
     assert error_of(found, expected) < MAX_ERROR
@@ -121,12 +141,10 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(
         assert np.array_equal(load(tmp_path, quantization=quantization, num_threads=num_threads).embed(many), together)
 
 
-def test_types_of_tokens_count(tmp_path: Path, load: Load) -> None:
+def test_types_of_tokens_count(tmp_path: Path, runner_of: Callable[[Path], TextRunner]) -> None:
     module = written(tmp_path, "bert")
-    runner = load(tmp_path)._model.runner
-    from penstock.gpu_node.model.encoders.runner import _packed
-
-    batch = _packed(TEXTS)
+    runner = runner_of(tmp_path)
+    batch = packed(TEXTS)
     batch.types[3:9] = 1
     found = runner.submit(batch).result().hidden[:12]
     types = torch.zeros(1, 12, dtype=torch.long)
@@ -139,6 +157,14 @@ def test_types_of_tokens_count(tmp_path: Path, load: Load) -> None:
 def renamed(folder: Path, rename: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
     path = folder / "model.safetensors"
     save_file({name: np.ascontiguousarray(one) for name, one in rename(load_file(path)).items()}, path)
+
+
+def test_a_single_type_of_tokens_is_that_of_all(tmp_path: Path, runner_of: Callable[[Path], TextRunner]) -> None:
+    written(tmp_path, "xlm-roberta", type_vocab_size=1)
+    runner, batch = runner_of(tmp_path), packed(TEXTS)
+    expected = runner.submit(batch).result().hidden
+    batch.types[3:9] = 1
+    assert np.array_equal(runner.submit(batch).result().hidden, expected)
 
 
 Tensors = dict[str, np.ndarray]
@@ -233,14 +259,14 @@ def test_transformers_computes_what_the_kernels_lack(
 ) -> None:
     module = written(tmp_path, model_type)
     engine = load(tmp_path, **{"runner": "cpu", "cpu_isa": "auto"} | settings)
-    assert not isinstance(engine._model.runner, NativeTextRunner)
+    assert engine.stats().arithmetic.startswith("transformers-")
     assert error_of(engine.embed(TEXTS), means_of(module)) < 1e-5
 
 
 def test_narrow_heads_are_left_to_transformers(tmp_path: Path, load: Load) -> None:
     with quiet():
         write_of_type(tmp_path, "bert")
-    assert not isinstance(load(tmp_path, runner="cpu")._model.runner, NativeTextRunner)
+    assert load(tmp_path, runner="cpu").stats().arithmetic.startswith("transformers-")
 
 
 def test_quantization_needs_the_kernels(tmp_path: Path, load: Load) -> None:
