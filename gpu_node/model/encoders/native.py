@@ -211,7 +211,7 @@ class _Pass:
 
 
 class _NativeStep:
-    """A step that may still be running. Whoever asks for its result computes the rest of it."""
+    """A step that may still be running. The thread that asks for its result helps to compute it."""
 
     def __init__(self, runner: NativeTextRunner, batch: TextBatch) -> None:
         self._runner = runner
