@@ -84,7 +84,7 @@ class RunnerSettings(BaseModel):
     files."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
-    else float32."""
+    else float32; of an encoder bfloat16 if the native runner computes it."""
     quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
     """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
     kv_cache_dtype: Annotated[

@@ -78,6 +78,13 @@ class Vector(IntEnum):
     TOKEN_NORM = 25
     TOKEN_INPUT_NORM = 26
     POSITION_EMBEDDINGS = 27
+    TYPE_EMBEDDINGS = 28
+    EMBEDDING_NORM = 29
+    EMBEDDING_NORM_BIAS = 32
+    ATTENTION_SUM_NORM = 33
+    ATTENTION_SUM_NORM_BIAS = 34
+    MLP_SUM_NORM = 35
+    MLP_SUM_NORM_BIAS = 36
 
 
 class Activation(IntEnum):
@@ -106,7 +113,7 @@ _NO_MEMORY = b"std::bad_alloc"
 
 
 class NativeModel:
-    """A decoder in native memory with threads of its own. Not safe for use by several threads at once."""
+    """A decoder or an encoder in native memory with threads of its own. Not safe for use by several threads at once."""
 
     def __init__(self, library: Path, shapes: NativeShapes, num_threads: int, cores: Sequence[int] = ()) -> None:
         """Create the model. `cores`, one per thread, pins its threads; the first core is for the thread that waits."""

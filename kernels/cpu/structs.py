@@ -82,7 +82,7 @@ Run = tuple[Format, int]
 
 
 class NativeSpec(c.Structure):
-    """Shapes and constants of a decoder. Mirrors Spec of src/weights/spec.h."""
+    """Shapes and constants of a decoder or an encoder. Mirrors Spec of src/weights/spec.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_layers", "hidden", "vocab", "max_position")),
@@ -92,6 +92,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
         *((name, c.c_int32) for name in ("rank", "num_ranks", "num_state_slots", "token_size")),
         *((name, c.c_float) for name in ("token_scale", "token_projection_scale")),
+        *((name, c.c_int32) for name in ("is_encoder", "has_final_norm", "has_embedding_norm")),
     ]
 
 
@@ -113,6 +114,7 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("shared_experts", "shares_by_sigmoid")),
         ("expert_scale", c.c_float),
         *((name, c.c_int32) for name in ("source", "has_value_norm", "token_activation")),
+        *((name, c.c_int32) for name in ("has_attention_sum_norm", "has_mlp_sum_norm")),
     ]
 
 
@@ -151,7 +153,7 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
         *((name, c.c_void_p) for name in ("state_reads", "state_writes", "state_saves")),
         ("num_saves", c.c_int32),
-        ("token_inputs", c.c_void_p),
+        *((name, c.c_void_p) for name in ("token_inputs", "token_types")),
     ]
 
 

@@ -64,7 +64,7 @@ def test_kernels_are_compiled_for_this_process(
     if best_isa(cpu_flags()) is None:
         pytest.skip("no kernels for this CPU")
     with caplog.at_level(logging.WARNING):
-        _, library = load._kernels("auto", lambda _stage, _fraction: None)
+        _, library = load.kernels_for("auto", lambda _stage, _fraction: None)
     assert library.is_file()
     assert [record.getMessage() for record in caplog.records] == [SAID]
 

@@ -175,7 +175,8 @@ class EncoderEngine:
             self._steps.drop(live)
 
     def bind_thread(self) -> None:
-        """Do nothing: steps run on the runner's thread."""
+        """Declare that the calling thread does nothing but run steps."""
+        self._model.runner.bind_thread()
 
     @property
     def num_requests(self) -> int:

@@ -76,7 +76,11 @@ class Mlp:
     clamped_gate: ClampedGate | None = None
     """What a gate is instead of its activation times the up projection."""
     bias: bool = False
+    out_bias: bool = False
+    """Whether the output projection has a bias, though the others have none."""
     fused_gate: bool = False
+    up_first: bool = False
+    """Whether a fused tensor has the up projection before the gate."""
     experts: Experts | None = None
     mlp_in: tuple[str, ...]
     """Gate and up projections of a gated MLP, else the single input projection; `{expert}` stands for the index of an

@@ -49,7 +49,8 @@ class Attention:
     has_position_biases: bool = False
     """Whether scores have position biases (ALiBi)."""
     window: int | None = None
-    """The tokens that each token sees, itself included; None: all earlier tokens."""
+    """The tokens that each token sees, itself included; None: all earlier tokens. In an encoder as many lie on its
+    other side, and None are all tokens."""
     score_scale: float | None = None
     """The factor of scores; None: one by the square root of head_dim."""
     score_cap: float | None = None
@@ -206,6 +207,10 @@ class LayerSpec:
     """None: the MLP's input is normed like the attention's."""
     post_mlp_norm: str | None = None
     """The norm of the MLP's output before it is added to the hidden state."""
+    attention_sum_norm: str | None = None
+    """The norm of the hidden state once the attention's output is added to it."""
+    mlp_sum_norm: str | None = None
+    """The norm of the hidden state once the MLP's output is added to it."""
     token_gate: TokenGate | None = None
     output_scale: str | None = None
     """A number that multiplies the hidden state behind the layer. The name is complete."""
@@ -248,8 +253,22 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderParts:
+    """What an encoder has beside its layers. Its tokens see earlier and later ones, and it has no head of tokens."""
+
+    embedding_norm: str | None
+    """The norm of the sum of a token's embeddings."""
+    token_types: str | None = None
+    """An embedding of each type of token, which is added to the token's."""
+    num_token_types: int = 0
+    first_position: int = 0
+    """The row of `position_embedding` that a text's first token has."""
+    has_final_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The layers and constants of a decoder. Raises ConfigError for invalid sizes."""
+    """The layers and constants of a decoder or an encoder. Raises ConfigError for invalid sizes."""
 
     vocab_size: int
     hidden_size: int
@@ -269,6 +288,8 @@ class ModelSpec:
     """The factor of the outputs of attention and MLP before they are added to the hidden state."""
     logit_scale: float = 1.0
     token_inputs: TokenInputs | None = None
+    encoder: EncoderParts | None = None
+    """None for a decoder."""
     transposed: bool = False
     """Whether the matrices of layers are stored as [columns, rows]."""
     tied_head: bool

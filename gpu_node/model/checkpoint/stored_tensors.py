@@ -45,6 +45,12 @@ _SAFETENSORS_KINDS = {
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _BASES = ("model", "gpt_neox", "transformer", "backbone")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
+_ENCODER_BASES = ("bert", "roberta", "data2vec_text", "electra", "distilbert", "nomic_bert", "gte")
+"""What names of an encoder's tensors begin with in a checkpoint of the encoder and a head."""
+_PUBLISHED_BASES = {"gte": "new"}
+"""What they begin with in published files instead."""
+_OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""Ends of the names of norms, and what they were in files of BERT's first years."""
 _HEAD = "lm_head"
 TEXT_BASES = ("model.language_model", "language_model.model", "model.text_model")
 """What these names begin with in a checkpoint of a model that has a decoder as a part, such as one for images."""
@@ -69,9 +75,15 @@ class Checkpoint:
     """Makes the tensors of a model without weight files."""
 
     def __init__(
-        self, find: FindStored, files: Mapping[Path, MappedFile], read_scaled: ReadScaled | None = None
+        self,
+        find: FindStored,
+        files: Mapping[Path, MappedFile],
+        read_scaled: ReadScaled | None = None,
+        names: Iterable[str] = (),
     ) -> None:
-        """files: the weight files; read_scaled: reads quantized matrices."""
+        """files: the weight files; read_scaled: reads quantized matrices; names: of the tensors of safetensors."""
+        self.names = frozenset(names)
+        """The names of the tensors of safetensors files."""
         self._find = find
         self._files = dict(files)
         self._read_scaled = read_scaled
@@ -91,7 +103,8 @@ class Checkpoint:
             gguf = gguf or GgufFile(source.gguf)
             return cls(_GgufTensors(gguf).find, dict(zip(gguf.paths, gguf.parts, strict=True)))
         files = {path: MappedFile(path) for path in weight_files(source)}
-        return cls(_finder_of(_tensors_of(source.folder, files)), files, read_scaled)
+        tensors = _tensors_of(source.folder, files)
+        return cls(_finder_of(tensors), files, read_scaled, tensors)
 
     def get(self, name: str, *shape: int) -> Stored:
         """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
@@ -198,6 +211,11 @@ def _known_names(name: str) -> tuple[str, ...]:
     first, _, rest = name.partition(".")
     if first in _BASES:
         return (name, rest, f"backbone.{rest}", *(f"{base}.{rest}" for base in TEXT_BASES))
+    if first in _ENCODER_BASES:
+        end = ".".join(name.rsplit(".", 2)[1:])
+        old_rest = rest.removesuffix(end) + _OLD_NORMS.get(end, end)
+        published = f"{_PUBLISHED_BASES.get(first, first)}.{rest}"
+        return tuple(dict.fromkeys((name, rest, published, f"{first}.{old_rest}", old_rest)))
     return (name, *(f"{head}.{rest}" for head in TEXT_HEADS)) if first == _HEAD else (name,)
 
 

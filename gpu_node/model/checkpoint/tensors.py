@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.expert_stacks import transposed
@@ -157,7 +157,23 @@ class DecoderTensors:
     def position_embedding(self) -> Stored | None:
         """Return the vectors of positions, [max_position, hidden]; None if the model has none."""
         spec, name = self._spec, self._spec.position_embedding
-        return None if name is None else self._checkpoint.get(f"{name}.weight", spec.max_position, spec.hidden_size)
+        if name is None:
+            return None
+        first = 0 if spec.encoder is None else spec.encoder.first_position
+        stored = self._checkpoint.get(f"{name}.weight", first + spec.max_position, spec.hidden_size)
+        return stored.span(first, first + spec.max_position) if first else stored
+
+    def token_types(self) -> Stored | None:
+        """Return the embeddings of types of tokens, [types, hidden]; None if the model has none."""
+        encoder = self._spec.encoder
+        if encoder is None or encoder.token_types is None:
+            return None
+        return self._checkpoint.get(f"{encoder.token_types}.weight", encoder.num_token_types, self._spec.hidden_size)
+
+    def embedding_norm(self) -> StoredNorm | None:
+        """Return the norm of the sum of a token's embeddings; None if there is none."""
+        name = None if self._spec.encoder is None else self._spec.encoder.embedding_norm
+        return None if name is None else self._stored_norm(name)
 
     def final_norm(self) -> StoredNorm:
         """Return the norm of the hidden state before the head."""
@@ -185,6 +201,11 @@ class DecoderTensors:
     def attention_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the hidden state before the attention; None if there is none."""
         return self._norm(self._spec.layers[layer].attention_norm, layer)
+
+    def sum_norms(self, layer: int) -> tuple[StoredNorm | None, StoredNorm | None]:
+        """Return the norms of the hidden state behind the attention and behind the MLP; None where there is none."""
+        spec = self._spec.layers[layer]
+        return self._norm(spec.attention_sum_norm, layer), self._norm(spec.mlp_sum_norm, layer)
 
     def post_attention_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the attention's output; None if there is none."""
@@ -336,10 +357,10 @@ class DecoderTensors:
         num_shared = 0 if mlp is None or mlp.experts is None else mlp.experts.num_shared
         for expert in range(0 if mlp is None else mlp.num_experts - num_shared):
             has_bias = mlp is not None and mlp.bias
-            inner, out = (
-                self._linear(matrix, layer, has_bias=has_bias, expert=expert) for matrix in ("mlp_in", "mlp_out")
-            )
-            yield _split_gate(inner) if mlp is not None and mlp.fused_gate else inner, out
+            has_out_bias = mlp is not None and (mlp.bias or mlp.out_bias)
+            inner = self._linear("mlp_in", layer, has_bias=has_bias, expert=expert)
+            out = self._linear("mlp_out", layer, has_bias=has_out_bias, expert=expert)
+            yield _split_gate(inner, mlp) if mlp is not None and mlp.fused_gate else inner, out
         if num_shared:
             yield from self._shared_experts(layer)
 
@@ -418,9 +439,11 @@ def _in_halves(stored: StoredLinear, attention: Attention) -> StoredLinear:
     return StoredLinear(ordered(stored.weights), ordered(stored.biases))
 
 
-def _split_gate(fused: StoredLinear) -> StoredLinear:
+def _split_gate(fused: StoredLinear, mlp: Mlp) -> StoredLinear:
     """Return the gate and up projections of a fused tensor."""
     halves = np.arange(fused.weights[0].shape[0], dtype=np.int32).reshape(2, -1)
+    if mlp.up_first:
+        halves = halves[::-1]
     return StoredLinear(
         tuple(part for weight in fused.weights for part in _rows_of(weight, halves)),
         tuple(part for bias in fused.biases for part in _rows_of(bias, halves)),
@@ -435,55 +458,3 @@ def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored,
         else fused.take_rows(rows, len(rows), *fused.shape[1:])
         for rows in parts
     )
-
-
-class RankTensors(DecoderTensors):
-    """Finds the tensors of a decoder and cuts them for a rank.
-
-    Most matrices are cut by rows. Those behind the attention, and the second ones of MLPs, are cut by columns. There
-    the products of all ranks are added up, so only rank 0 has the biases.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, part: RankPart) -> None:
-        super().__init__(checkpoint, part.whole)
-        self._part = part
-
-    def layer(self, layer: int) -> StoredLayer:
-        """Return the rank's part of all tensors of one of its layers."""
-        part, at = self._part, self._part.layers[layer]
-        spec, stored = part.whole.layers[at], super().layer(at)
-        if part.size == 1:
-            return stored
-        if spec.attention is not None and stored.qkv is not None and stored.out is not None:
-            queries, keys = part.queries(spec.attention), part.keys(spec.attention)
-            norms = stored.head_norms
-            if norms is not None and spec.attention.joint_head_norms:
-                norms = _elements(norms[0], queries), None if norms[1] is None else _elements(norms[1], keys)
-            qkv, out = _by_rows(stored.qkv, (queries, keys, keys)), self._by_columns(stored.out, queries)
-            sinks = None if stored.sinks is None else _elements(stored.sinks, part.heads(spec.attention))
-            stored = replace(stored, qkv=qkv, head_norms=norms, out=out, sinks=sinks)
-        if spec.mlp is None:
-            return stored
-        own = part.inner(spec.mlp)
-        experts = (
-            (_by_rows(inner, [own] * len(inner.weights)), self._by_columns(out, own)) for inner, out in stored.experts
-        )
-        return replace(stored, experts=tuple(experts))
-
-    def _table(self, name: str) -> Stored:
-        rows = self._part.vocab
-        return super()._table(name).span(rows.start, rows.stop)
-
-    def _by_columns(self, linear: StoredLinear, columns: range) -> StoredLinear:
-        weights = tuple(weight.columns(columns.start, columns.stop) for weight in linear.weights)
-        return StoredLinear(weights, linear.biases if self._part.rank == 0 else ())
-
-
-def _by_rows(linear: StoredLinear, rows: Sequence[range]) -> StoredLinear:
-    weights = (weight.span(some.start, some.stop) for weight, some in zip(linear.weights, rows, strict=True))
-    biases = (_elements(bias, some) for bias, some in zip(linear.biases, rows, strict=False))
-    return StoredLinear(tuple(weights), tuple(biases))
-
-
-def _elements(vector: Stored, some: range) -> Stored:
-    return vector.take_rows(np.asarray(some, dtype=np.int32), len(some))

@@ -6,23 +6,29 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.encoder_families import encoder_spec_of
 from penstock.gpu_node.model.architecture.encoders import encoder_class, num_positions, row_kind_of
 from penstock.gpu_node.model.architecture.limits import check_all_numbers, check_positions
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of
-from penstock.gpu_node.model.checkpoint.description import revision_of
+from penstock.gpu_node.model.checkpoint.description import Description, revision_of
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.encoders.files import SentenceFiles, read_sentence_files, score_activation_of
 from penstock.gpu_node.model.encoders.heads import EmbeddingHead, LabelHead
+from penstock.gpu_node.model.encoders.label_layers import label_layers_of
+from penstock.gpu_node.model.encoders.native import load_native_encoder
 from penstock.gpu_node.model.encoders.runner import EncoderRunner
+from penstock.gpu_node.model.native.shapes import NativeUnavailableError
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.text_protocol import LoadedEncoder, RowKind
+from penstock.gpu_node.model.text_protocol import LoadedEncoder, RowKind, TextRunner
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_cpu.load import TORCH_DTYPES, choose_dtype, set_threads
 from penstock.gpu_node.model.transformers_runner.description import as_refusals, on_meta, with_floats
@@ -32,7 +38,9 @@ from penstock.runtime.reading import reason_of
 
 log = logging.getLogger(__package__)
 
-_RUNNERS = "auto", "cpu", "torch", "transformers"
+_RUNNERS = "auto", "cpu", "native", "torch", "transformers"
+_NATIVE = "auto", "cpu", "native"
+"""Those that try the native kernels first."""
 _DEFAULT_TOKENS = 512
 """Most tokens of a text where no file of the model says it."""
 _MAX_TOLD = 1 << 22
@@ -52,28 +60,16 @@ def load_encoder(source: ModelSource, options: RunnerOptions, progress: Progress
     architecture, row_kind, module_class = architecture_of(config), row_kind_of(config), encoder_class(config)
     if config.get("quantization_config"):
         raise ConfigError(f"{folder}: encoders with quantized weights are not supported")
-    set_threads(options)
-    name = choose_dtype(options.dtype, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     progress("load", 0.0)
     with as_refusals(path, architecture):
         made = module_class.config_class.from_dict(with_floats(config))
     files = read_sentence_files(folder, int(made.hidden_size))
     head, max_tokens = _head_of(files, row_kind, made, config, source), _max_tokens(config, files, source, options)
-    module = _module_of(module_class, made, source, architecture, TORCH_DTYPES[name], row_kind)
-    runner, vocab_size = EncoderRunner(module, row_kind), int(module.get_input_embeddings().weight.shape[0])
-    try:
-        runner.require_agreement(vocab_size)
-    except MemoryError:
-        raise
-    except Exception as error:
-        reason = error.message if isinstance(error, ConfigError) else reason_of(error)
-        raise ConfigError(f"{folder}: {architecture} is not supported: {reason}") from error
-    arithmetic = f"transformers-{transformers.__version__}-{name}"
+    described = _Encoder(source, architecture, row_kind, module_class, made, _stored_dtype(config), max_tokens)
+    runner, arithmetic, vocab_size = _runner_of(described, options, progress)
     revision = hashlib.blake2b(files.digest, key=revision_of(source, arithmetic).encode(), digest_size=16)
-    facts = {"architecture": architecture, "dtype": name, "num_threads": torch.get_num_threads()}
-    log.info(
-        "encoder of transformers", extra={**facts, "max_tokens": max_tokens, "rows": row_kind, "width": head.width}
-    )
+    facts = {"architecture": architecture, "arithmetic": arithmetic}
+    log.info("encoder", extra={**facts, "max_tokens": max_tokens, "rows": row_kind, "width": head.width})
     progress("load", 1.0)
     return LoadedEncoder(
         runner=runner,
@@ -93,12 +89,80 @@ def load_encoder(source: ModelSource, options: RunnerOptions, progress: Progress
 
 def _check_options(source: ModelSource, options: RunnerOptions) -> None:
     """Refuse settings that encoders do not have, by their names."""
-    check_settings(options)
     if options.runner not in _RUNNERS:
         known = ", ".join(_RUNNERS)
         raise ConfigError(f"runner {options.runner} does not compute encoders; use {known}", param="runner")
+    # The native kernels take other quantizations than transformers' modules.
+    check_settings(options.model_copy(update={"quantization": "none"}) if options.runner in _NATIVE else options)
     if source.is_dummy:
         raise ConfigError("load_format dummy is not supported for encoders", param="load_format")
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """What the files of an encoder say, before its weights are read."""
+
+    source: ModelSource
+    architecture: str
+    row_kind: RowKind
+    module_class: Any
+    config: Any
+    """Of transformers' class, with all defaults."""
+    stored_dtype: str
+    max_tokens: int
+
+
+def _runner_of(encoder: _Encoder, options: RunnerOptions, progress: Progress) -> tuple[TextRunner, str, int]:
+    """Return the runner of an encoder, the name of its arithmetic, and the tokens that it knows.
+
+    The native kernels compute it if they can, and else its module of transformers. Raises ConfigError.
+    """
+    if options.runner in _NATIVE:
+        try:
+            return _native_runner(encoder, options, progress)
+        except (NativeUnavailableError, ConfigError) as error:
+            reason = str(error)
+            if options.runner == "native":
+                remedy = error.remedy if isinstance(error, NativeUnavailableError) else "--runner cpu"
+                raise ConfigError(f"the native runner is unavailable: {reason} ({remedy})", param="runner") from error
+        log.info("the native kernels do not compute this encoder", extra={"reason": reason})
+        check_settings(options)
+    return _module_runner(encoder, options)
+
+
+def _native_runner(encoder: _Encoder, options: RunnerOptions, progress: Progress) -> tuple[TextRunner, str, int]:
+    checkpoint = Checkpoint.open(encoder.source)
+    config = {**encoder.config.to_dict(), "hidden_size": int(encoder.config.hidden_size)}
+    spec = encoder_spec_of(config, checkpoint.names)
+    labels = label_layers_of(config, encoder.row_kind, int(encoder.config.num_labels), checkpoint)
+    described = Description(encoder.source, encoder.architecture, spec, encoder.stored_dtype, encoder.max_tokens)
+    described.check_sizes()
+    runner, arithmetic = load_native_encoder(described, options, labels, progress)
+    if options.dtype == "auto" and encoder.stored_dtype == "float32":
+        log.info("the weights are float32 and are rounded: dtype float32 keeps them, but is slower")
+    return runner, arithmetic, spec.vocab_size
+
+
+def _module_runner(encoder: _Encoder, options: RunnerOptions) -> tuple[TextRunner, str, int]:
+    set_threads(options)
+    name = choose_dtype(options.dtype, encoder.stored_dtype)
+    module = _module_of(
+        encoder.module_class, encoder.config, encoder.source, encoder.architecture, TORCH_DTYPES[name], encoder.row_kind
+    )
+    runner, vocab_size = EncoderRunner(module, encoder.row_kind), int(module.get_input_embeddings().weight.shape[0])
+    try:
+        runner.require_agreement(vocab_size)
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = error.message if isinstance(error, ConfigError) else reason_of(error)
+        raise ConfigError(f"{encoder.source.folder}: {encoder.architecture} is not supported: {reason}") from error
+    log.info("module of transformers", extra={"dtype": name, "num_threads": torch.get_num_threads()})
+    return runner, f"transformers-{transformers.__version__}-{name}", vocab_size
 
 
 def _module_of(

@@ -13,8 +13,8 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, num_host_blocks
+from penstock.gpu_node.model.checkpoint.rank_tensors import RankTensors
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.tensors import RankTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device

@@ -30,7 +30,8 @@ from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
-from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
+from penstock.gpu_node.model.native.load import load_native
+from penstock.gpu_node.model.native.shapes import NativeUnavailableError
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import AdapterSource, LoadedModel, ModelRunner, WrittenTokenizer
 from penstock.kernels.cpu.probe import available_bytes

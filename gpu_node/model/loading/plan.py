@@ -29,8 +29,9 @@ from penstock.gpu_node.model.checkpoint.state_slots import StateFit, fit_states
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.loading.load import FoundModel, special_features
-from penstock.gpu_node.model.native.load import is_rotated, kv_head_bytes, native_problem
+from penstock.gpu_node.model.native.load import native_problem
 from penstock.gpu_node.model.native.packing import packed_bytes, runs_of
+from penstock.gpu_node.model.native.shapes import is_rotated, kv_head_bytes
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
 from penstock.gpu_node.model.protocol import MatrixName

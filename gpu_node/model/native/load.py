@@ -12,11 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
-from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
-from penstock.gpu_node.model.architecture.rope import Rope
-from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, state_bytes
-from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
+from penstock.gpu_node.model.architecture.spec import state_bytes
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.library import AdapterLibrary
@@ -33,6 +30,14 @@ from penstock.gpu_node.model.native.ranks import (
     facts_of,
 )
 from penstock.gpu_node.model.native.runner import NativeRunner, TokenRows
+from penstock.gpu_node.model.native.shapes import (
+    KV_FORMATS,
+    PAGE_TOKENS,
+    NativeUnavailableError,
+    check_sizes,
+    shapes_of,
+    token_bytes_of,
+)
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
@@ -40,7 +45,7 @@ from penstock.gpu_node.model.protocol import RankBytes, StateSizes
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
-from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
+from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import (
     NO_ISA,
     NO_ISA_REMEDY,
@@ -52,51 +57,11 @@ from penstock.kernels.cpu.probe import (
     cpu_vendor,
     usable_cores,
 )
-from penstock.kernels.cpu.structs import (
-    PANEL,
-    AbiError,
-    Format,
-    KernelError,
-    KvFormat,
-    NativeLayer,
-    NativeShapes,
-    NativeSpec,
-)
+from penstock.kernels.cpu.structs import AbiError, Format, KernelError, KvFormat, NativeShapes
 from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
 from penstock.runtime.trusted_folders import check_file
 
 log = logging.getLogger(__package__)
-
-
-PAGE_TOKENS = 16
-MAX_HEAD_DIM = 512
-_STATE_COLUMNS = 32
-"""kStateColumns of src/model/recurrent_stage.h."""
-_KEY_GROUP = 32
-"""Channels of a key in int8 that share a scale."""
-_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "gelu": Activation.GELU,
-    "gelu_tanh": Activation.GELU_TANH,
-    "relu2": Activation.RELU2,
-}
-_KV_FORMATS = {
-    "auto": KvFormat.BF16,
-    "float16": KvFormat.F16,
-    "bfloat16": KvFormat.BF16,
-    "int8": KvFormat.INT8,
-    # The kernels have no fp8. int8 takes as many bytes, besides its scales.
-    "fp8": KvFormat.INT8,
-}
-
-
-class NativeUnavailableError(Exception):
-    """The native kernels do not support this machine or this model; the message says why."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        """`remedy`: what an operator does about it."""
-        super().__init__(reason)
-        self.remedy = remedy
 
 
 def load_native(described: Description, options: RunnerOptions, progress: Progress) -> tuple[NativeRunner, str]:
@@ -106,16 +71,16 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     for threads that the system cannot start.
     """
     _check(described, options)
-    _check_isa(options)
-    isa, library = _kernels(options.cpu_isa, progress)
-    spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
+    check_isa(options)
+    isa, library = kernels_for(options.cpu_isa, progress)
+    spec, kv_format = described.spec, KV_FORMATS[options.kv_cache_dtype]
     sizes = cache_sizes(described.max_model_len, options, token_bytes_of(spec, options.kv_cache_dtype, RankPlace()))
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:
         check_size(place.size, spec, threads)
-    shapes = _shapes_of(described, options, sizes.num_blocks, kv_format, place)
-    model, placement = _new_model(library, shapes, place, threads)
+    shapes = shapes_of(described, options, sizes.num_blocks, kv_format, place)
+    model, placement = new_model(library, shapes, place, threads)
     quantization, rotated = options.quantization, bool(shapes.spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
         quantization = "int8_group"
@@ -133,7 +98,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         else:
             formats, packing = weights.load(model, cache, progress)
         positions.result()
-    arithmetic = _arithmetic_of(isa, formats, kv_format, rotated=rotated)
+    arithmetic = arithmetic_of(isa, formats, kv_format, rotated=rotated)
     if options.kv_cache_dtype == "fp8":
         log.warning("the KV cache is int8: fp8 needs a GPU", extra={"arithmetic": arithmetic})
     facts = {"arithmetic": arithmetic, "num_threads": threads}
@@ -159,7 +124,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         states=StateSizes(shapes.spec.num_state_slots, state_bytes(spec)),
         num_threads=len(place.threads_of(threads)),
         leaves_core_free=threads < usable_cores(),
-        weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
+        weight_bytes=weight_bytes_of(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
         packing=packing,
         ranks=ranks,
         token_rows=_token_rows(described),
@@ -195,10 +160,10 @@ def load_rank(
 
     Return it with the facts that rank 0 compares, and the kernel library.
     """
-    _, library = _kernels(options.cpu_isa, lambda stage, fraction: None)
-    kv_format = _KV_FORMATS[options.kv_cache_dtype]
-    shapes = _shapes_of(described, options, num_blocks, kv_format, place)
-    model, placement = _new_model(library, shapes, place, num_threads)
+    _, library = kernels_for(options.cpu_isa, lambda stage, fraction: None)
+    kv_format = KV_FORMATS[options.kv_cache_dtype]
+    shapes = shapes_of(described, options, num_blocks, kv_format, place)
+    model, placement = new_model(library, shapes, place, num_threads)
     set_positions(model, described)
     packed = PackedWeights.of_descriptor(*weights)
     packed.read_ahead(model.rank_panels)
@@ -214,7 +179,7 @@ _BF16_PRODUCTS: dict[Isa, str] = {"avx512": "avx512-", "avx512_vnni": "avx2-", "
 """What names the order in which a set adds the products of bf16. All else has the same bits on all sets."""
 
 
-def _arithmetic_of(isa: Isa, formats: Iterable[Format], kv_format: KvFormat, *, rotated: bool) -> str:
+def arithmetic_of(isa: Isa, formats: Iterable[Format], kv_format: KvFormat, *, rotated: bool) -> str:
     """Return the name of an arithmetic. Two nodes with the same name compute the same bits, whatever their CPUs."""
     formats = sorted(formats)
     products = _BF16_PRODUCTS[isa] if Format.BF16 in formats or kv_format is KvFormat.BF16 else ""
@@ -233,7 +198,7 @@ def _held_by(
     return RankBytes(weight_bytes, token_bytes * options.block_size * num_blocks)
 
 
-def _new_model(
+def new_model(
     library: Path, shapes: NativeShapes, place: RankPlace, num_threads: int
 ) -> tuple[NativeModel, NumaPlacement]:
     """Create the model of a rank, and return it with its cores; num_threads: of all ranks. Raises ConfigError."""
@@ -268,7 +233,7 @@ def set_positions(model: NativeModel, described: Description) -> None:
         write_rope_angles(rope, model.vector(Vector.COS, i, *shape), model.vector(Vector.SIN, i, *shape))
 
 
-def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
+def weight_bytes_of(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
     """Return the size of all matrices. A tied embedding has no matrix of its own."""
     of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
     matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
@@ -276,7 +241,7 @@ def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
 
 
-def _kernels(wanted: Isa | Literal["auto"], progress: Progress) -> tuple[Isa, Path]:
+def kernels_for(wanted: Isa | Literal["auto"], progress: Progress) -> tuple[Isa, Path]:
     """Return the instruction set and the path of its kernel library, which is compiled if necessary."""
     isa = best_isa(cpu_flags(), cpu_vendor()) if wanted == "auto" else wanted
     if isa is None:
@@ -313,13 +278,13 @@ def _check(described: Description, options: RunnerOptions) -> None:
     if options.quantization == "fp8":
         reason = "quantization may be none, int8, int8_group and int4, not fp8, which needs a GPU"
         raise NativeUnavailableError(reason, "--quantization int8")
-    if options.kv_cache_dtype not in _KV_FORMATS:
+    if options.kv_cache_dtype not in KV_FORMATS:
         reason = f"the KV cache may be float16, bfloat16 or int8 (also for fp8), not {options.kv_cache_dtype}"
         raise NativeUnavailableError(reason, "--kv-cache-dtype int8")
     if options.block_size % PAGE_TOKENS:
         reason = f"block_size {options.block_size}: the native kernels need 16 or 32, because a page has {PAGE_TOKENS}"
         raise NativeUnavailableError(f"{reason} tokens", f"--block-size {PAGE_TOKENS}")
-    _check_sizes(described.spec)
+    check_sizes(described.spec)
 
 
 def native_problem(described: Description, options: RunnerOptions) -> str | None:
@@ -328,11 +293,11 @@ def native_problem(described: Description, options: RunnerOptions) -> str | None
         _check(described, options)
     except NativeUnavailableError as error:
         return str(error)
-    _check_isa(options)
+    check_isa(options)
     return NO_ISA if best_isa(cpu_flags()) is None else None
 
 
-def _check_isa(options: RunnerOptions) -> None:
+def check_isa(options: RunnerOptions) -> None:
     """Raise ConfigError for an instruction set that was chosen and that this CPU lacks."""
     if options.cpu_isa != "auto" and (missing := REQUIRED_FLAGS[options.cpu_isa] - (flags := cpu_flags())):
         usable = [isa for isa, required in REQUIRED_FLAGS.items() if required <= flags]
@@ -340,156 +305,3 @@ def _check_isa(options: RunnerOptions) -> None:
         raise ConfigError(
             f"cpu_isa {options.cpu_isa}: this CPU has no {', '.join(sorted(missing))}{others}", param="cpu_isa"
         )
-
-
-def _check_sizes(spec: ModelSpec) -> None:
-    for attention in spec.attentions:
-        head_dim = attention.head_dim
-        if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
-            reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
-            raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
-    if spec.query_growths:
-        start = min(growth.length for growth in spec.query_growths)
-        raise NativeUnavailableError(f"queries grow with positions from {start:,} on", f"--max-model-len {start}")
-    if spec.token_inputs is not None and spec.token_inputs.size % PANEL:
-        reason = f"tokens' embeddings for each layer have {spec.token_inputs.size} numbers, no multiple of {PANEL}"
-        raise NativeUnavailableError(reason, "--runner torch")
-    for mixer in spec.recurrences:
-        _check_recurrence(mixer)
-    for layer in spec.kinds:
-        mlp = layer.mlp
-        if mlp is None or mlp.experts is None:
-            continue
-        rows = PANEL // 2 if mlp.is_gated else PANEL
-        if spec.hidden_size % PANEL or mlp.intermediate_size % rows:
-            reason = f"experts with hidden size {spec.hidden_size} and intermediate size {mlp.intermediate_size}"
-            reason += f" do not fill panels: multiples of {PANEL} and {rows} are needed"
-            raise NativeUnavailableError(reason, "--runner torch")
-        if layer.post_mlp_norm is not None or (mlp.bias and not mlp.is_gated):
-            reason = "experts with norms of their outputs, or with biases and without gates, are not supported"
-            raise NativeUnavailableError(reason, "--runner torch")
-
-
-def _check_recurrence(mixer: Recurrence) -> None:
-    remedy = "--runner torch"
-    if isinstance(mixer, StateSpace) and (mixer.head_dim % LANES or mixer.state_size % LANES):
-        reason = f"state-space heads of {mixer.head_dim} channels with states of {mixer.state_size}"
-        raise NativeUnavailableError(f"{reason}: multiples of {LANES} are needed", remedy)
-    if mixer.channels % LANES:
-        raise NativeUnavailableError(f"a convolution over {mixer.channels} channels, no multiple of {LANES}", remedy)
-    if isinstance(mixer, DeltaRule) and (mixer.key_dim % LANES or mixer.value_dim % _STATE_COLUMNS):
-        reason = f"recurrent heads with keys of {mixer.key_dim} and values of {mixer.value_dim} channels"
-        needed = f"multiples of {LANES} and {_STATE_COLUMNS} are needed"
-        raise NativeUnavailableError(f"{reason}: {needed}", remedy)
-
-
-def kv_head_bytes(attention: Attention, kv_cache_dtype: str) -> int:
-    """Return the bytes of the key and the value of one token, layer and KV head.
-
-    int8 includes float32 scales: one of the value, and one of each group of the key's channels.
-    """
-    head_dim = attention.head_dim
-    if _KV_FORMATS[kv_cache_dtype] is not KvFormat.INT8:
-        return 4 * head_dim
-    return 2 * head_dim + 4 * (1 + -(-head_dim // _KEY_GROUP))
-
-
-def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> int:
-    """Return the bytes of the keys and values of one token in a rank's cache."""
-    return sum(
-        len(kv_head_spans(own, place.size)[place.rank]) * kv_head_bytes(own, kv_cache_dtype)
-        for layer in spec.layers
-        if (own := layer.own_keys) is not None
-    )
-
-
-def _shapes_of(
-    described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat, place: RankPlace
-) -> NativeShapes:
-    spec = described.spec
-    native = NativeSpec(
-        num_layers=spec.num_layers,
-        hidden=spec.hidden_size,
-        vocab=spec.vocab_size,
-        max_position=described.max_model_len,
-        norm_eps=spec.norm_eps,
-        block_size=options.block_size,
-        num_blocks=num_blocks,
-        kv_format=kv_format,
-        hadamard_rotation=is_rotated(spec, options.quantization),
-        has_layer_norms=spec.norm == "layer",
-        num_ropes=len(spec.ropes),
-        embedding_scale=spec.embedding_scale,
-        residual_scale=spec.residual_scale,
-        logit_scale=spec.logit_scale,
-        logit_cap=spec.logit_cap or 0.0,
-        rank=place.rank,
-        num_ranks=place.size,
-        num_state_slots=state_slots_of(described, options),
-    )
-    if (inputs := spec.token_inputs) is not None:
-        native.token_size = inputs.size
-        native.token_scale, native.token_projection_scale = inputs.scale, inputs.projection_scale
-    kinds = {layer: _native_layer(layer, spec.ropes) for layer in spec.kinds}
-    return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
-
-
-def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
-    attention, mlp = layer.attention, layer.mlp
-    native = NativeLayer(
-        is_parallel=layer.parallel_residual,
-        has_attention_norm=layer.attention_norm is not None,
-        has_mlp_norm=(layer.mlp_norm or layer.attention_norm) is not None,
-        has_attention_output_norm=layer.post_attention_norm is not None,
-        has_mlp_output_norm=layer.post_mlp_norm is not None,
-    )
-    if attention is not None:
-        native.num_heads, native.num_kv_heads = attention.num_heads, attention.num_kv_heads
-        native.head_dim, native.window = attention.head_dim, attention.window or 0
-        native.rope = -1 if attention.rope is None else ropes.index(attention.rope)
-        native.rotary_dim = 0 if attention.rope is None else attention.rope.dim
-        native.has_position_biases = attention.has_position_biases
-        native.joins_head_norms = attention.joint_head_norms
-        native.score_scale, native.score_cap = attention.score_scale or 0.0, attention.score_cap or 0.0
-        native.has_output_gate, native.has_value_norm = attention.output_gate, attention.value_norm
-        native.source = 0 if attention.source is None else 1 + attention.source
-    if layer.recurrence is not None:
-        _set_recurrence(native, layer.recurrence)
-    if layer.token_gate is not None:
-        native.token_activation = _ACTIVATIONS[layer.token_gate.activation]
-    if mlp is not None:
-        native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
-        native.activation = _ACTIVATIONS[mlp.activation]
-        if mlp.clamped_gate is not None:
-            native.gate_limit, native.gate_slope = mlp.clamped_gate.limit, mlp.clamped_gate.slope
-    if mlp is not None and mlp.experts is not None:
-        native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
-        native.normalizes_experts = mlp.experts.normalized
-        native.shared_experts, native.shares_by_sigmoid = mlp.experts.num_shared, mlp.experts.by_sigmoid
-        native.expert_scale = mlp.experts.scale
-    return native
-
-
-def _set_recurrence(native: NativeLayer, mixer: Recurrence) -> None:
-    native.taps, native.channels = mixer.taps, mixer.channels
-    if isinstance(mixer, DeltaRule):
-        native.key_heads, native.value_heads = mixer.num_key_heads, mixer.num_value_heads
-        native.key_dim, native.value_dim, native.head_norm_eps = mixer.key_dim, mixer.value_dim, mixer.norm_eps
-        native.tiles_values = mixer.tiles_values
-    if isinstance(mixer, StateSpace):
-        native.is_state_space = True
-        native.key_heads, native.value_heads = mixer.num_groups, mixer.num_heads
-        native.key_dim, native.value_dim, native.head_norm_eps = mixer.state_size, mixer.head_dim, mixer.norm_eps
-
-
-def is_rotated(spec: ModelSpec, quantization: str) -> bool:
-    """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
-
-    Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute
-    with the rotation if a matrix follows that their weights can be multiplied into: norms of outputs do not, nor do a
-    router and the gates of a recurrent mixer. Layer norms do not either, because they subtract the mean over channels.
-    """
-    has_output_norms = any(layer.post_attention_norm or layer.post_mlp_norm for layer in spec.kinds)
-    # The router of a mixture and the gates of a recurrent mixer are no matrices that the weights are multiplied into.
-    is_read = any(mlp.experts for mlp in spec.mlps) or bool(spec.recurrences) or spec.token_inputs is not None
-    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and not is_read

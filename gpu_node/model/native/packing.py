@@ -29,6 +29,9 @@ _NORM_BIASES = {
     Vector.ATTENTION_NORM: Vector.ATTENTION_NORM_BIAS,
     Vector.MLP_NORM: Vector.MLP_NORM_BIAS,
     Vector.FINAL_NORM: Vector.FINAL_NORM_BIAS,
+    Vector.EMBEDDING_NORM: Vector.EMBEDDING_NORM_BIAS,
+    Vector.ATTENTION_SUM_NORM: Vector.ATTENTION_SUM_NORM_BIAS,
+    Vector.MLP_SUM_NORM: Vector.MLP_SUM_NORM_BIAS,
 }
 
 _Gains: TypeAlias = NDArray[np.float32] | None
@@ -143,21 +146,30 @@ class Packer:
         for layer in range(spec.num_layers):
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
-        if (positions := tensors.position_embedding()) is not None:
-            vectors = positions.to_float32()
-            self._set_vector(Vector.POSITION_EMBEDDINGS, 0, np.pad(vectors, ((0, 0), (0, -vectors.shape[1] % PANEL))))
+        self._set_rows(Vector.POSITION_EMBEDDINGS, tensors.position_embedding())
         if (inputs := tensors.token_inputs()) is not None:
             self._fuse(Slot.TOKEN_INPUTS, 0, inputs.projection)
             self._set_vector(Vector.TOKEN_INPUT_NORM, 0, inputs.norm.to_float32() + np.float32(spec.norm_offset))
+        if spec.encoder is None:
+            self._pack_head()
+        else:
+            self._set_rows(Vector.TYPE_EMBEDDINGS, tensors.token_types())
+            self._set_norm(Vector.EMBEDDING_NORM, 0, tensors.embedding_norm())
+            self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm() if spec.encoder.has_final_norm else None)
+            self._pack_table(Slot.EMBEDDING, tensors.embedding(), None)
+        self._progress("load", 1.0)
+        return self._formats
+
+    def _pack_head(self) -> None:
+        """Pack the final norm, the head, and the embeddings of tokens unless they are the head's rows."""
+        tensors = self._tensors
         gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
         if gains is not None:
             self._set_vector(Vector.FINAL_GAINS, 0, gains)
         self._pack_table(Slot.HEAD, tensors.head(), gains)
         # A tied embedding equals the head only if the final norm is not folded into the head.
-        if not spec.tied_head or gains is not None:
+        if not self._spec.tied_head or gains is not None:
             self._pack_table(Slot.EMBEDDING, tensors.embedding(), None)
-        self._progress("load", 1.0)
-        return self._formats
 
     def _pack_layer(self, layer: int) -> None:
         tensors, attention_norm = self._tensors, self._tensors.attention_norm(layer)
@@ -173,6 +185,10 @@ class Packer:
             self._set_vector(Vector.SINKS, layer, sinks.to_float32())
         self._set_norm(Vector.ATTENTION_OUTPUT_NORM, layer, tensors.post_attention_norm(layer))
         self._set_norm(Vector.MLP_OUTPUT_NORM, layer, tensors.post_mlp_norm(layer))
+        for vector, norm in zip(
+            (Vector.ATTENTION_SUM_NORM, Vector.MLP_SUM_NORM), tensors.sum_norms(layer), strict=True
+        ):
+            self._set_norm(vector, layer, norm)
         mlp = self._spec.layers[layer].mlp
         if mlp is not None:
             gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
@@ -276,10 +292,14 @@ class Packer:
         self._after_part()
 
     def _runs_of(self, slot: Slot, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[Run]:
-        # Keep a rotated embedding in bfloat16: an error in its row stays in the residual stream through all layers.
-        precise = self._rotated and slot is Slot.EMBEDDING
+        is_encoder = self._spec.encoder is not None
+        # Keep the embedding of a rotated model or an encoder in bfloat16: an error in its row stays in the residual
+        # stream through all layers.
+        is_precise_table = slot is Slot.EMBEDDING and (self._rotated or is_encoder)
+        # Most of what int8 costs an encoder's vectors comes from queries and keys.
+        precise = is_precise_table or (is_encoder and slot is Slot.QKV)
         runs = runs_of(parts, "none" if precise else self._quantization, interleaved=interleaved)
-        if not precise:
+        if not is_precise_table:
             self._formats.update(weights for weights, _ in runs)
         return runs
 
@@ -320,6 +340,11 @@ class Packer:
         if norm.bias is not None:
             self._set_vector(_NORM_BIASES[vector], layer, norm.bias.to_float32())
         return gains if self._rotated else None
+
+    def _set_rows(self, vector: Vector, table: Stored | None) -> None:
+        """Set a table of hidden states, if there is one. Zeros pad its columns, as they pad the hidden states."""
+        if table is not None:
+            self._set_vector(vector, 0, np.pad(table.to_float32(), ((0, 0), (0, -table.shape[1] % PANEL))))
 
     def _set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         self._model.set_vector(vector, layer, values)

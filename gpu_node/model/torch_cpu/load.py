@@ -15,8 +15,9 @@ from torch.nn import functional
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
+from penstock.gpu_node.model.checkpoint.rank_tensors import RankTensors
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, RankTensors, StoredLayer, StoredLinear
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges

@@ -212,6 +212,8 @@ constexpr auto kKernels = kernels_of<Cache, D>(std::make_integer_sequence<int, k
 template <template <int, int> class Cache>
 SpanKernel kernel_of(int head_dim, int rows) {
   switch (head_dim) {
+    case 32:
+      return kKernels<Cache, 32>[rows - 1];
     case 64:
       return kKernels<Cache, 64>[rows - 1];
     case 128:

@@ -1,4 +1,4 @@
-// Causal attention over a paged KV cache, for a few query rows of one sequence and one key/value head at a time.
+// Attention over a paged KV cache, for a few query rows of one sequence and one key/value head at a time.
 //
 // The context is cut into spans that start at fixed positions. Each span gives a partial result by an online softmax
 // (Milakov and Gimelshein, arXiv:1805.02867). Partial results are merged in the order of their spans. The bits of a

@@ -31,9 +31,11 @@ void store_saturated(f16* out, const float* x, int head_dim) {
 }
 
 // Bytes of a block.
-size_t bytes_of(const std::vector<KvShape>& layers) {
+size_t bytes_of(const std::vector<KvShape>& layers, bool is_shared) {
   size_t bytes = 0;
-  for (const KvShape& shape : layers) bytes += shape.layer_bytes();
+  for (const KvShape& shape : layers) {
+    bytes = is_shared ? std::max(bytes, shape.layer_bytes()) : bytes + shape.layer_bytes();
+  }
   return bytes;
 }
 
@@ -116,13 +118,13 @@ void KvLayer::get(int slot, int head, float* key, float* value) const {
   }
 }
 
-KvCache::KvCache(const std::vector<KvShape>& layers, int num_blocks)
-    : block_bytes_(bytes_of(layers)), memory_(num_blocks * block_bytes_) {
+KvCache::KvCache(const std::vector<KvShape>& layers, int num_blocks, bool is_shared)
+    : block_bytes_(bytes_of(layers, is_shared)), memory_(num_blocks * block_bytes_) {
   layers_.reserve(layers.size());
   uint8_t* cells = memory_.data();
   for (const KvShape& shape : layers) {
     layers_.emplace_back(shape, cells, block_bytes_);
-    cells += shape.layer_bytes();
+    if (!is_shared) cells += shape.layer_bytes();
   }
 }
 

@@ -86,8 +86,8 @@ class KvLayer {
 
 class KvCache {
  public:
-  // layers: all with blocks of one size.
-  KvCache(const std::vector<KvShape>& layers, int num_blocks);
+  // layers: all with blocks of one size. `is_shared`: whether all layers use the same cells, one after another.
+  KvCache(const std::vector<KvShape>& layers, int num_blocks, bool is_shared = false);
 
   // Lets the heads of a page be near different cores: a huge page would have them all. Nothing may be stored yet.
   void use_small_pages() const { memory_.use_small_pages(); }

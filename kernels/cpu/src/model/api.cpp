@@ -63,6 +63,13 @@ enum Vector {
   kTokenNorm = 25,
   kTokenInputNorm = 26,
   kPositionEmbeddings = 27,
+  kTypeEmbeddings = 28,
+  kEmbeddingNorm = 29,
+  kEmbeddingNormBias = 32,
+  kAttentionSumNorm = 33,
+  kAttentionSumNormBias = 34,
+  kMlpSumNorm = 35,
+  kMlpSumNormBias = 36,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -124,6 +131,20 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.token_input_norm;
     case kPositionEmbeddings:
       return weights.positions.embeddings;
+    case kTypeEmbeddings:
+      return weights.type_embeddings;
+    case kEmbeddingNorm:
+      return weights.embedding_norm.weight;
+    case kEmbeddingNormBias:
+      return weights.embedding_norm.bias;
+    case kAttentionSumNorm:
+      return weights.layers[layer].attention_sum_norm.weight;
+    case kAttentionSumNormBias:
+      return weights.layers[layer].attention_sum_norm.bias;
+    case kMlpSumNorm:
+      return weights.layers[layer].mlp_sum_norm.weight;
+    case kMlpSumNormBias:
+      return weights.layers[layer].mlp_sum_norm.bias;
     case kFinalGains:
       return weights.final_gains;
     default:

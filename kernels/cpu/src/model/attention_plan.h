@@ -7,7 +7,7 @@
 namespace penstock {
 
 // Query rows of one sequence that attend together: [first_row, first_row + rows). A row is token * group + query
-// head.
+// head. `context`: end of the tokens that the last row sees.
 struct QueryTile {
   int seq, first_row, rows, context;
 };
@@ -23,11 +23,12 @@ struct AttentionPlan {
   // Whether a token's key and value are stored right before its own tile attends.
   bool stores_with_tiles = false;
 
-  // `num_heads`: key/value heads that attend. `group`: query heads of each.
-  void set(int num_heads, int group, int block_size, const Plan& plan, int num_threads);
+  // `num_heads`: key/value heads that attend. `group`: query heads of each. `sees_all`: whether each token sees all of
+  // its sequence, which has no earlier tokens.
+  void set(int num_heads, int group, int block_size, const Plan& plan, int num_threads, bool sees_all);
 
  private:
-  void add_sequence(int group, const Plan& plan, int seq);
+  void add_sequence(int group, const Plan& plan, int seq, bool sees_all);
 };
 
 }  // namespace penstock

@@ -39,6 +39,11 @@ int first_seen(int position, const Layer& layer) {
   return layer.spec.window == 0 ? 0 : std::max(0, position + 1 - layer.spec.window);
 }
 
+// The end of the tokens that a token at `position` of an encoder's text attends to.
+int end_seen(int position, const Layer& layer, int num_tokens) {
+  return layer.spec.window == 0 ? num_tokens : std::min(num_tokens, position + layer.spec.window);
+}
+
 }  // namespace
 
 // Per-row inputs of a tile; see QueryRows.
@@ -85,7 +90,7 @@ AttentionStage::AttentionStage(const Spec& spec, const LayerSpec* layers, const 
 void AttentionStage::prepare(const Team& team) {
   by_head_ = team.spans_nodes();
   for (Heads& heads : heads_) {
-    heads.plan.set(heads.count, heads.group, spec_.block_size, step_.plan, team.size());
+    heads.plan.set(heads.count, heads.group, spec_.block_size, step_.plan, team.size(), spec_.is_encoder);
     if (last_keeper_ + 1 < spec_.num_layers) find_wanted(heads);
     if (heads.plan.splits_spans) {
       partials_.reserve((size_t)heads.plan.span_starts.back() * heads.count * kMaxQueryRows);
@@ -231,7 +236,7 @@ void AttentionStage::attend_tile(const Layer& layer, int i) const {
     const Item next = item(heads, i + 1);
     rows.next = context_of(heads.plan.tiles[next.tile], layer, next.head);
   }
-  penstock::attend(cache_.layer(layer.keys_of()), rows, tile.context, states);
+  penstock::attend(cache_.layer(layer.keys_of()), rows, context_of(tile, layer, own.head).tokens, states);
   write_rows(layer, tile, own.head, states);
 }
 
@@ -247,7 +252,8 @@ void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
     const auto [span, head] = item_of(heads, i, starts.back());
     const int t = (int)(std::upper_bound(starts.begin(), starts.end(), span) - starts.begin()) - 1;
     if (!attends_for(layer, t)) return;
-    const int begin = (span - starts[t]) * kSpan, end = std::min(begin + kSpan, tiles[t].context);
+    const int begin = (span - starts[t]) * kSpan;
+    const int end = std::min(begin + kSpan, context_of(tiles[t], layer, head).tokens);
     RowInputs inputs;
     attend_span(cache, query_rows(tiles[t], layer, head, inputs), begin, end, partial(span, head));
   });
@@ -267,9 +273,11 @@ int AttentionStage::token_of(const Heads& heads, const QueryTile& tile, int row)
 }
 
 Context AttentionStage::context_of(const QueryTile& tile, const Layer& layer, int head) const {
-  const int first_token = token_of(heads_of(layer), tile, 0);
+  const int first_token = token_of(heads_of(layer), tile, 0),
+            last_token = token_of(heads_of(layer), tile, tile.rows - 1);
   const int first_chunk = first_seen(step_.plan.positions[first_token], layer) / kChunk * kChunk;
-  return {step_.block_table(tile.seq), head, first_chunk, tile.context};
+  const int end = spec_.is_encoder ? end_seen(step_.plan.positions[last_token], layer, tile.context) : tile.context;
+  return {step_.block_table(tile.seq), head, first_chunk, end};
 }
 
 QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const {
@@ -279,7 +287,7 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
   for (int r = 0; r < tile.rows; ++r) {
     const int token = token_of(heads, tile, r), position = step_.plan.positions[token];
     const int query = heads.query_of(head, tile.first_row + r);
-    inputs.limits[r] = position + 1;
+    inputs.limits[r] = spec_.is_encoder ? end_seen(position, layer, tile.context) : position + 1;
     inputs.firsts[r] = first_seen(position, layer);
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
     const float* unprepared = buffers_.qkv.row(token) + query * layer.spec.query_stride();

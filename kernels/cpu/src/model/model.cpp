@@ -34,7 +34,7 @@ Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const i
       group_(spec.rank, spec.group_size()),
       team_(num_threads, cores),
       weights_(spec, layers),
-      cache_(kv_shapes_of(spec, layers, share_), spec.num_blocks),
+      cache_(kv_shapes_of(spec, layers, share_), spec.num_blocks, spec.is_encoder),
       adapters_(spec.num_layers),
       buffers_(spec, layers),
       products_(step_.all_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
@@ -183,9 +183,17 @@ void Model::embed(Worker& worker) {
     for (int c = 0; spec_.embedding_scale != 1 && c < hidden.stride(); c += kLanes) {
       store(row + c, load(row + c) * broadcast(spec_.embedding_scale));
     }
-    if (weights_.positions.embeddings.count() == 0) return;
-    const float* position = &weights_.positions.embeddings[(size_t)step_.plan.positions[i] * hidden.stride()];
-    for (int c = 0; c < hidden.stride(); c += kLanes) store(row + c, load(row + c) + load(position + c));
+    if (step_.plan.token_types) {
+      add_scaled(&weights_.type_embeddings[(size_t)step_.plan.token_types[i] * hidden.stride()], 1, hidden.stride(),
+                 row);
+    }
+    if (weights_.positions.embeddings.count() > 0) {
+      const float* position = &weights_.positions.embeddings[(size_t)step_.plan.positions[i] * hidden.stride()];
+      for (int c = 0; c < hidden.stride(); c += kLanes) store(row + c, load(row + c) + load(position + c));
+    }
+    if (weights_.embedding_norm.is_present()) {
+      std::copy_n(weights_.embedding_norm.apply(row).values, hidden.stride(), row);
+    }
   });
   group_.meet(worker);
 }
@@ -213,11 +221,23 @@ void Model::run_layer(Worker& worker, const Layer& layer) {
     attention_.add_output(worker, layer, products);
   } else {
     if (mixes) attention_.add_output(worker, layer, products);
+    norm_sums(worker, layer.attention_sum_norm, products);
     if (mixes && layer.spec.has_mlp()) group_.meet(worker);
     if (layer.spec.has_mlp()) run_mlp(worker, layer, products);
+    norm_sums(worker, layer.mlp_sum_norm, products);
   }
   if (spec_.token_size > 0) tokens_.add(worker, layer, products);
   group_.meet(worker);
+}
+
+// Norms the hidden states of the products' tokens in place.
+void Model::norm_sums(Worker& worker, const Norm& norm, const LayerProducts& products) const {
+  if (!norm.is_present()) return;
+  const RowBuffer& hidden = buffers_.hidden;
+  worker.for_each((int)products.tokens().size(), [&](int i) {
+    float* row = hidden.row(products.tokens()[i]);
+    std::copy_n(norm.apply(row).values, hidden.stride(), row);
+  });
 }
 
 void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products) {

@@ -1,4 +1,4 @@
-// A decoder: its weights, its KV cache and its steps.
+// A decoder or an encoder: its weights, its KV cache and its steps.
 #pragma once
 #include "attention/kv_cache.h"
 #include "model/attention_stage.h"
@@ -70,6 +70,7 @@ class Model {
   void embed(Worker& worker);
   void compute(Worker& worker);
   void run_layer(Worker& worker, const Layer& layer);
+  void norm_sums(Worker& worker, const Norm& norm, const LayerProducts& products) const;
   void run_mlp(Worker& worker, const Layer& layer, LayerProducts& products);
 
   const Spec spec_;

@@ -48,6 +48,7 @@ struct Plan {
   int32_t num_saves;
   // In and out: [num_tokens, layers * token_size]: the tokens' embeddings for each layer; null if there are none.
   float* token_inputs;
+  const int32_t* token_types;  // of an encoder with embeddings of types: [num_tokens]
 };
 
 }  // namespace penstock

@@ -28,7 +28,8 @@ NormedRow Norm::apply(const float* row) const {
 }
 
 DecoderWeights::DecoderWeights(const Spec& spec, const LayerSpec* layers)
-    : final_norm(spec),
+    : final_norm(spec, spec.has_final_norm),
+      embedding_norm(spec, spec.has_embedding_norm),
       is_rotated_(spec.hadamard_rotation),
       hidden_(spec.hidden),
       hidden_rotation_(is_rotated_ ? spec.hidden : 1) {

@@ -1,4 +1,4 @@
-// The weights of a decoder: its matrices, norms and position tables.
+// The weights of a decoder or an encoder: its matrices, norms and position tables.
 #pragma once
 #include <array>
 #include <map>
@@ -65,7 +65,8 @@ struct Layer {
   LayerSpec spec;
   Norm attention_norm, mlp_norm;
   Norm attention_output_norm, mlp_output_norm;
-  Norm token_norm;               // of what a token's own embedding adds
+  Norm token_norm;  // of what a token's own embedding adds
+  Norm attention_sum_norm, mlp_sum_norm;
   Buffer<float> output_scale;    // one number, or empty: the factor of the hidden state behind the layer
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> sinks;           // [num_heads], or empty: a score of each head that has no value
@@ -86,7 +87,9 @@ struct Layer {
         mlp_norm(model, spec.has_mlp_norm),
         attention_output_norm(model, spec.has_attention_output_norm),
         mlp_output_norm(model, spec.has_mlp_output_norm),
-        token_norm(model, model.token_size > 0) {}
+        token_norm(model, model.token_size > 0),
+        attention_sum_norm(model, spec.has_attention_sum_norm),
+        mlp_sum_norm(model, spec.has_mlp_sum_norm) {}
 
   // The layer whose keys and values it reads.
   int keys_of() const { return spec.source > 0 ? spec.source - 1 : index; }
@@ -131,6 +134,8 @@ class DecoderWeights {
 
   std::vector<Layer> layers;
   Norm final_norm;
+  Norm embedding_norm;
+  Buffer<float> type_embeddings;  // [types][hidden, padded to whole panels], or empty: added to those of tokens
   Buffer<float> final_gains;  // [hidden]: the final norm's weights if the model is rotated; the head contains them too
   PositionTables positions;
   Matrix head;

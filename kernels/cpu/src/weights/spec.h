@@ -1,4 +1,4 @@
-// The shapes and constants of a decoder, as penstock.gpu_node.model.architecture.spec describes it.
+// The shapes and constants of a decoder or an encoder, as penstock.gpu_node.model.architecture.spec describes it.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -23,6 +23,11 @@ struct Spec {
   int32_t num_state_slots;                    // of the states of recurrent layers
   int32_t token_size;                         // numbers of a token's own embedding for each layer; 0: there are none
   float token_scale, token_projection_scale;  // factors of these embeddings, and of what is added to them
+  // Whether each step has whole texts, whose tokens see earlier and later ones. There is no head then, and the cache
+  // holds the keys and values of one layer at a time.
+  int32_t is_encoder;
+  int32_t has_final_norm;      // behind the last layer
+  int32_t has_embedding_norm;  // of the sum of a token's embeddings, before the first layer
 
   int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
@@ -30,15 +35,16 @@ struct Spec {
 // The shapes and constants of one layer.
 struct LayerSpec {
   int32_t num_heads, num_kv_heads, head_dim;  // of the attention; 0: the layer has none
-  int32_t window;                             // tokens that each token attends to, itself included; 0: all
-  int32_t rope;                               // index of the table of RoPE angles; -1: heads are not rotated
-  int32_t rotary_dim;                         // channels of a head that RoPE rotates
-  int32_t has_position_biases;                // whether scores have position biases
-  int32_t joins_head_norms;                   // whether a norm of queries or keys spans all heads of a token
-  float score_scale;                          // factor of attention scores; 0: 1 / sqrt(head_dim)
-  float score_cap;                            // a score s becomes cap * tanh(s / cap); 0: it stays.
-  int32_t intermediate;                       // of the MLP, or of each expert; 0: the layer has no MLP
-  int32_t activation, is_gated;               // of the MLP
+  // Tokens that each token attends to, itself included; 0: all. In an encoder as many lie on its other side.
+  int32_t window;
+  int32_t rope;                  // index of the table of RoPE angles; -1: heads are not rotated
+  int32_t rotary_dim;            // channels of a head that RoPE rotates
+  int32_t has_position_biases;   // whether scores have position biases
+  int32_t joins_head_norms;      // whether a norm of queries or keys spans all heads of a token
+  float score_scale;             // factor of attention scores; 0: 1 / sqrt(head_dim)
+  float score_cap;               // a score s becomes cap * tanh(s / cap); 0: it stays.
+  int32_t intermediate;          // of the MLP, or of each expert; 0: the layer has no MLP
+  int32_t activation, is_gated;  // of the MLP
   // Of a clamped gate g beside u, both at most gate_limit and u at least -gate_limit: g * sigmoid(gate_slope * g) * (u + 1).
   // 0: the gate is not clamped.
   float gate_limit, gate_slope;
@@ -63,6 +69,8 @@ struct LayerSpec {
   int32_t source;            // 1 + the layer whose keys and values this one reads; 0: it has its own
   int32_t has_value_norm;    // whether values have an RMS norm without weights
   int32_t token_activation;  // of the gate of tokens' own embeddings
+  // Norms of the hidden state once the output of the attention or of the MLP is added. They replace it.
+  int32_t has_attention_sum_norm, has_mlp_sum_norm;
 
   int all_experts() const { return num_experts + shared_experts; }
   // Experts that are computed for a token.

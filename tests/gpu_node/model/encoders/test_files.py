@@ -135,7 +135,7 @@ def test_what_a_file_must_not_say_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"runner": "native"}, "runner native does not compute encoders"),
+        ({"runner": "gpu"}, "runner gpu does not compute encoders"),
         ({"max_model_len": 65}, "max_model_len 65 is more than the model's own limit of 64"),
         ({"lora": {"a": "b"}}, "lora is not supported"),
     ],
