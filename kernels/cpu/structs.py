@@ -112,7 +112,9 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("is_state_space", "tiles_values")),
         *((name, c.c_int32) for name in ("shared_experts", "shares_by_sigmoid")),
         ("expert_scale", c.c_float),
-        *((name, c.c_int32) for name in ("source", "has_value_norm", "token_activation")),
+        *((name, c.c_int32) for name in ("source", "has_value_norm", "token_activation", "has_head_gates")),
+        *((name, c.c_float) for name in ("attention_factor", "mixer_factor", "state_gate_factor")),
+        *((name, c.c_float) for name in ("duration_factor", "gate_factor", "mlp_factor")),
     ]
 
 

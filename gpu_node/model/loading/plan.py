@@ -29,8 +29,9 @@ from penstock.gpu_node.model.checkpoint.state_slots import StateFit, fit_states
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.loading.load import FoundModel, special_features
-from penstock.gpu_node.model.native.load import is_rotated, kv_head_bytes, native_problem
+from penstock.gpu_node.model.native.load import kv_head_bytes, native_problem
 from penstock.gpu_node.model.native.packing import packed_bytes, runs_of
+from penstock.gpu_node.model.native.shapes import is_rotated
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
 from penstock.gpu_node.model.protocol import MatrixName
@@ -162,9 +163,9 @@ def _parts_of(
         rows, columns = spec.parts_of(kind, name), spec.columns_of(kind, name)
         parts = tuple(StoredTensor(part, "bfloat16", (count, columns), _NOTHING) for part, count in rows)
         yield from (parts,) * kind.num_experts_of(name)
-    elif name in ("qkv", "out"):
-        linear = tensors.qkv(layer) if name == "qkv" else tensors.out(layer)
-        if linear is not None:
+    elif name in ("qkv", "out", "mixer_out"):
+        of_mixer = {"qkv": tensors.qkv, "out": tensors.out, "mixer_out": tensors.mixer_out}
+        if (linear := of_mixer[name](layer)) is not None:
             yield linear.weights
     else:
         yield from (pair[0 if name == "mlp_in" else 1].weights for pair in tensors.experts(layer))

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
-from penstock.gpu_node.model.architecture.rope import Rope
-from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, state_bytes
-from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
+from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec, state_bytes
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.library import AdapterLibrary
@@ -33,6 +32,7 @@ from penstock.gpu_node.model.native.ranks import (
     facts_of,
 )
 from penstock.gpu_node.model.native.runner import NativeRunner, TokenRows
+from penstock.gpu_node.model.native.shapes import shapes_of
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
@@ -40,7 +40,7 @@ from penstock.gpu_node.model.protocol import RankBytes, StateSizes
 from penstock.gpu_node.model.ranks.group import RankGroup
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
-from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
+from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import (
     NO_ISA,
     NO_ISA_REMEDY,
@@ -52,16 +52,7 @@ from penstock.kernels.cpu.probe import (
     cpu_vendor,
     usable_cores,
 )
-from penstock.kernels.cpu.structs import (
-    PANEL,
-    AbiError,
-    Format,
-    KernelError,
-    KvFormat,
-    NativeLayer,
-    NativeShapes,
-    NativeSpec,
-)
+from penstock.kernels.cpu.structs import PANEL, AbiError, Format, KernelError, KvFormat, NativeShapes
 from penstock.runtime.cache_folders import cache_folder, private_folder, trusted_cache
 from penstock.runtime.trusted_folders import check_file
 
@@ -74,12 +65,6 @@ _STATE_COLUMNS = 32
 """kStateColumns of src/model/recurrent_stage.h."""
 _KEY_GROUP = 32
 """Channels of a key in int8 that share a scale."""
-_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "gelu": Activation.GELU,
-    "gelu_tanh": Activation.GELU_TANH,
-    "relu2": Activation.RELU2,
-}
 _KV_FORMATS = {
     "auto": KvFormat.BF16,
     "float16": KvFormat.F16,
@@ -114,7 +99,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:
         check_size(place.size, spec, threads)
-    shapes = _shapes_of(described, options, sizes.num_blocks, kv_format, place)
+    shapes = shapes_of(described, options, sizes.num_blocks, kv_format, place)
     model, placement = _new_model(library, shapes, place, threads)
     quantization, rotated = options.quantization, bool(shapes.spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
@@ -197,7 +182,7 @@ def load_rank(
     """
     _, library = _kernels(options.cpu_isa, lambda stage, fraction: None)
     kv_format = _KV_FORMATS[options.kv_cache_dtype]
-    shapes = _shapes_of(described, options, num_blocks, kv_format, place)
+    shapes = shapes_of(described, options, num_blocks, kv_format, place)
     model, placement = _new_model(library, shapes, place, num_threads)
     set_positions(model, described)
     packed = PackedWeights.of_descriptor(*weights)
@@ -270,7 +255,7 @@ def set_positions(model: NativeModel, described: Description) -> None:
 
 def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
     """Return the size of all matrices. A tied embedding has no matrix of its own."""
-    of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
+    of_layer = (Slot.QKV, Slot.OUT, Slot.MIXER_OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
     matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
     tables = [(Slot.HEAD, 0), (Slot.TOKEN_INPUTS, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
@@ -401,95 +386,3 @@ def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> in
         for layer in spec.layers
         if (own := layer.own_keys) is not None
     )
-
-
-def _shapes_of(
-    described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat, place: RankPlace
-) -> NativeShapes:
-    spec = described.spec
-    native = NativeSpec(
-        num_layers=spec.num_layers,
-        hidden=spec.hidden_size,
-        vocab=spec.vocab_size,
-        max_position=described.max_model_len,
-        norm_eps=spec.norm_eps,
-        block_size=options.block_size,
-        num_blocks=num_blocks,
-        kv_format=kv_format,
-        hadamard_rotation=is_rotated(spec, options.quantization),
-        has_layer_norms=spec.norm == "layer",
-        num_ropes=len(spec.ropes),
-        embedding_scale=spec.embedding_scale,
-        residual_scale=spec.residual_scale,
-        logit_scale=spec.logit_scale,
-        logit_cap=spec.logit_cap or 0.0,
-        rank=place.rank,
-        num_ranks=place.size,
-        num_state_slots=state_slots_of(described, options),
-    )
-    if (inputs := spec.token_inputs) is not None:
-        native.token_size = inputs.size
-        native.token_scale, native.token_projection_scale = inputs.scale, inputs.projection_scale
-    kinds = {layer: _native_layer(layer, spec.ropes) for layer in spec.kinds}
-    return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
-
-
-def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
-    attention, mlp = layer.attention, layer.mlp
-    native = NativeLayer(
-        is_parallel=layer.parallel_residual,
-        has_attention_norm=layer.attention_norm is not None,
-        has_mlp_norm=(layer.mlp_norm or layer.attention_norm) is not None,
-        has_attention_output_norm=layer.post_attention_norm is not None,
-        has_mlp_output_norm=layer.post_mlp_norm is not None,
-    )
-    if attention is not None:
-        native.num_heads, native.num_kv_heads = attention.num_heads, attention.num_kv_heads
-        native.head_dim, native.window = attention.head_dim, attention.window or 0
-        native.rope = -1 if attention.rope is None else ropes.index(attention.rope)
-        native.rotary_dim = 0 if attention.rope is None else attention.rope.dim
-        native.has_position_biases = attention.has_position_biases
-        native.joins_head_norms = attention.joint_head_norms
-        native.score_scale, native.score_cap = attention.score_scale or 0.0, attention.score_cap or 0.0
-        native.has_output_gate, native.has_value_norm = attention.output_gate, attention.value_norm
-        native.source = 0 if attention.source is None else 1 + attention.source
-    if layer.recurrence is not None:
-        _set_recurrence(native, layer.recurrence)
-    if layer.token_gate is not None:
-        native.token_activation = _ACTIVATIONS[layer.token_gate.activation]
-    if mlp is not None:
-        native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
-        native.activation = _ACTIVATIONS[mlp.activation]
-        if mlp.clamped_gate is not None:
-            native.gate_limit, native.gate_slope = mlp.clamped_gate.limit, mlp.clamped_gate.slope
-    if mlp is not None and mlp.experts is not None:
-        native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
-        native.normalizes_experts = mlp.experts.normalized
-        native.shared_experts, native.shares_by_sigmoid = mlp.experts.num_shared, mlp.experts.by_sigmoid
-        native.expert_scale = mlp.experts.scale
-    return native
-
-
-def _set_recurrence(native: NativeLayer, mixer: Recurrence) -> None:
-    native.taps, native.channels = mixer.taps, mixer.channels
-    if isinstance(mixer, DeltaRule):
-        native.key_heads, native.value_heads = mixer.num_key_heads, mixer.num_value_heads
-        native.key_dim, native.value_dim, native.head_norm_eps = mixer.key_dim, mixer.value_dim, mixer.norm_eps
-        native.tiles_values = mixer.tiles_values
-    if isinstance(mixer, StateSpace):
-        native.is_state_space = True
-        native.key_heads, native.value_heads = mixer.num_groups, mixer.num_heads
-        native.key_dim, native.value_dim, native.head_norm_eps = mixer.state_size, mixer.head_dim, mixer.norm_eps
-
-
-def is_rotated(spec: ModelSpec, quantization: str) -> bool:
-    """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
-
-    Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute
-    with the rotation if a matrix follows that their weights can be multiplied into: norms of outputs do not, nor do a
-    router and the gates of a recurrent mixer. Layer norms do not either, because they subtract the mean over channels.
-    """
-    has_output_norms = any(layer.post_attention_norm or layer.post_mlp_norm for layer in spec.kinds)
-    # The router of a mixture and the gates of a recurrent mixer are no matrices that the weights are multiplied into.
-    is_read = any(mlp.experts for mlp in spec.mlps) or bool(spec.recurrences) or spec.token_inputs is not None
-    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and not is_read

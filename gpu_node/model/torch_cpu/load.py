@@ -16,7 +16,8 @@ from penstock.contract.errors import ConfigError, InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, RankTensors, StoredLayer, StoredLinear
+from penstock.gpu_node.model.checkpoint.stored_layer import StoredLayer, StoredLinear
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, RankTensors
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges

@@ -63,6 +63,7 @@ enum Vector {
   kTokenNorm = 25,
   kTokenInputNorm = 26,
   kPositionEmbeddings = 27,
+  kHeadGates = 32,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -96,6 +97,8 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].router;
     case kRouterBias:
       return weights.layers[layer].router_bias;
+    case kHeadGates:
+      return weights.layers[layer].head_gates;
     case kSinks:
       return weights.layers[layer].sinks;
     case kChoiceBias:

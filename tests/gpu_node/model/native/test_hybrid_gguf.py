@@ -24,12 +24,24 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.source import open_model
 from penstock.gpu_node.model.loading.load import load_model
 
+EXACT_FACTORS = {
+    **{"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.5, 0.25]},
+    **{"key_multiplier": 0.5, "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.25},
+    **{"ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.25, 0.5, 1.0, 2.0, 0.5]},
+}
+"""With others, the converter rounds the products of weights and factors."""
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen35", {"head_dim": 64}),
     "qwen3.5 moe": ("qwen35moe", {}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2 moe": ("lfm2moe", {}),
     "nemotron h moe": ("nemotron_h_moe", {}),
+    # A mixture in each layer: llama.cpp's Qwen3-Next has no other.
+    "qwen3 next": ("qwen3next", {"mlp_only_layers": []}),
+    "granite hybrid": ("granitehybrid", {}),
+    "granite hybrid moe": ("granitehybrid", {}),
+    "falcon h1": ("falcon-h1", EXACT_FACTORS),
+    "falcon h1 with norms": ("falcon-h1", EXACT_FACTORS),
 }
 """By family: the architecture that its GGUF files name, and settings of the folder."""
 TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 81)]

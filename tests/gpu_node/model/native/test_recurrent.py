@@ -30,7 +30,10 @@ OTHER_IDS = TOKEN_IDS[::-1]
 
 NATIVE = tuple(RECURRENT_FAMILIES)
 QUANTIZED = {"int8": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
-PRECISE = ("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight", "gate.weight")
+PRECISE = (
+    *("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"),
+    *("gate.weight", "g_proj.weight"),
+)
 
 
 @pytest.mark.parametrize("name", NATIVE)
