@@ -8,6 +8,7 @@ from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence, StateSpace
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 
+_FACTORS = "the converter multiplies factors into the matrices, which adapters lack; serve the model's folder"
 _FUSED = ".shared_mlp.input_linear"
 
 
@@ -19,7 +20,10 @@ def as_in_gguf(spec: ModelSpec) -> ModelSpec:
     apart, except those of a tensor that it splits.
     """
     made = {layer: _layer(layer) for layer in spec.kinds}
-    return replace(spec, norm_offset=0.0, transposed=False, layers=tuple(made[layer] for layer in spec.layers))
+    layers = tuple(made[layer] for layer in spec.layers)
+    # Of Falcon-H1.
+    reason = _FACTORS if any(layer.has_two_mixers for layer in spec.kinds) else ""
+    return replace(spec, norm_offset=0.0, transposed=False, layers=layers, foreign_adapters=reason)
 
 
 def _layer(layer: LayerSpec) -> LayerSpec:

@@ -289,6 +289,8 @@ class ModelSpec:
     """The factor of the outputs of attention and MLP before they are added to the hidden state."""
     logit_scale: float = 1.0
     token_inputs: TokenInputs | None = None
+    foreign_adapters: str = ""
+    """Why adapters of the folder that a file was made of do not fit the file; empty: they do."""
     transposed: bool = False
     """Whether the matrices of layers are stored as [columns, rows]."""
     tied_head: bool

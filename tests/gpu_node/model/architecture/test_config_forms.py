@@ -134,5 +134,5 @@ def test_a_config_of_lfm3_without_kinds_and_ropes_has_those_of_transformers() ->
     assert _spec(less) == _spec(config)
     with pytest.raises(ConfigError, match=r"layer_types\[3\] is 'mamba', but this family has only conv"):
         _spec({**config, "layer_types": ["conv"] * 3 + ["mamba"] + ["conv"] * 5})
-    with pytest.raises(ConfigError, match="rope_parameters has .* for layers of the kind full_attention"):
+    with pytest.raises(ConfigError, match=r"rope_parameters has .* for layers of the kind full_attention"):
         _spec({**config, "rope_parameters": {"sliding_attention": {"rope_type": "default"}}})
