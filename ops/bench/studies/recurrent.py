@@ -1,7 +1,8 @@
 """`PYTHONPATH=ops python -m bench.studies.recurrent run`: models with recurrent layers beside llama.cpp.
 
-`prepare` makes the files before. The models have the shapes of Qwen3.5-0.8B and LFM2-350M and random weights. Both engines read the same GGUF files, and
-run by turns. Needs `make bench-peers PEERS=llamacpp`, of which `llama-quantize` and `llama-batched-bench` are enough.
+`prepare` makes the files before. The models have the shapes of Qwen3.5-0.8B and LFM2-350M and random weights. Both
+engines read the same GGUF files, and run by turns. Needs `make bench-peers PEERS=llamacpp`, of which `llama-quantize`
+and `llama-batched-bench` are enough.
 """
 
 from __future__ import annotations
