@@ -62,7 +62,7 @@ def test_many_conversations_in_few_slots_get_the_tokens_that_each_gets_alone(hyb
         for i, chat in enumerate(chats if turn < len(messages) else ()):
             chat += messages[turn][i]
     stats = crowded.stats()
-    assert stats.state_evictions > 0 and stats.state_hits > 0
+    assert stats.state_evictions > 0
     assert stats.state_slots_total == stats.state_slots_free == NUM_SLOTS
 
 
@@ -77,11 +77,12 @@ def test_from_the_third_request_on_a_long_system_prompt_is_not_computed(hybrid: 
     assert [one.token_ids for one in answers] == [_serve(alone, prompt).token_ids for prompt in prompts]
 
 
-def test_the_next_turn_computes_less_than_a_block_beside_the_new_message(hybrid: MakeEngine) -> None:
+def test_the_next_turn_computes_at_most_two_blocks_beside_the_new_message(hybrid: MakeEngine) -> None:
+    """Two where the prompt before ended with a block, whose last token every request computes."""
     rng, engine = random.Random(2), hybrid()
     chat, message = rng.choices(range(384), k=100), rng.choices(range(384), k=21)
     for _ in range(5):
         answer = _serve(engine, chat)
         chat += [*answer.token_ids, *message]
         computed = len(chat) - _cached(_serve(engine, chat))
-        assert computed - len(message) <= BLOCK_SIZE
+        assert computed - len(message) <= 2 * BLOCK_SIZE
