@@ -40,9 +40,10 @@ class Slot(IntEnum):
     MLP_OUT = 3
     TOKEN_GATE = 4
     TOKEN_OUT = 5
-    EMBEDDING = 6
-    HEAD = 7
-    TOKEN_INPUTS = 8
+    MIXER_OUT = 6
+    EMBEDDING = 7
+    HEAD = 8
+    TOKEN_INPUTS = 9
 
 
 class Vector(IntEnum):
@@ -57,6 +58,7 @@ class Vector(IntEnum):
     Q_NORM = 6
     K_NORM = 7
     SINKS = 31
+    HEAD_GATES = 37
     COS = 8
     SIN = 9
     POSITION_BIASES = 10

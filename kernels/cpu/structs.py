@@ -114,7 +114,9 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("shared_experts", "shares_by_sigmoid")),
         ("expert_scale", c.c_float),
         *((name, c.c_int32) for name in ("source", "has_value_norm", "token_activation")),
-        *((name, c.c_int32) for name in ("has_attention_sum_norm", "has_mlp_sum_norm")),
+        *((name, c.c_int32) for name in ("has_attention_sum_norm", "has_mlp_sum_norm", "has_head_gates")),
+        *((name, c.c_float) for name in ("attention_factor", "mixer_factor", "state_gate_factor")),
+        *((name, c.c_float) for name in ("duration_factor", "gate_factor", "mlp_factor")),
     ]
 
 

@@ -86,9 +86,18 @@ class Mlp:
     """Gate and up projections of a gated MLP, else the single input projection; `{expert}` stands for the index of an
     expert. A gated MLP with a single tensor has both in it, the gate first (`fused_gate`)."""
     mlp_out: str
+    gate_factor: float = 1.0
+    """The factor of a gate before its activation."""
+    output_factor: float = 1.0
+    """The factor of the outputs."""
+    split_gate: tuple[str, str] | None = None
+    """What a GGUF file has in place of the one tensor of gate and up projections."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
+        check_factors(self, "gate_factor", "output_factor")
+        if self.gate_factor != 1 and not self.is_gated:
+            raise ConfigError("an MLP has a factor of its gate, but no gate")
         if self.clamped_gate is not None and not self.is_gated:
             raise ConfigError("an MLP has a clamped gate, but no gate")
 

@@ -79,7 +79,7 @@ def _uncut_features(spec: ModelSpec) -> str:
     """Return what a model has that no rank computes a part of."""
     present = {
         "recurrent layers": bool(spec.recurrences),
-        "output gates of attention": any(one.output_gate for one in spec.attentions),
+        "output gates of attention": any(one.output_gate or one.head_gate for one in spec.attentions),
         "layers that read the keys of others": any(one.source is not None for one in spec.attentions),
         "embeddings of tokens for each layer": spec.token_inputs is not None,
     }

@@ -23,6 +23,8 @@ IN_FILES = {
     "limit": "swiglu_limit",
     "slope": "swiglu_alpha",
     "beta": "llama_4_scaling_beta",
+    "gate_factor": "mlp_multipliers[0]",
+    "output_factor": "mlp_multipliers[1] (attention_out_multiplier)",
     "length": "original_max_position_embeddings",
 }
 """What fields of a spec are called in config.json, for a reader of an error."""

@@ -7,6 +7,7 @@ them. All states are float32. Names are those of a checkpoint's tensors, without
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 from typing import TypeAlias
 
 from penstock.contract.errors import ConfigError
@@ -58,6 +59,9 @@ class DeltaRule:
     tiles_values: bool = False
     """Whether value head h belongs to key head h modulo their number, as in GGUF files. Otherwise the value heads of a
     key head follow one another."""
+    split_inputs: tuple[str, str] | None = None
+    """What a GGUF file has in place of the one tensor of all inputs: queries, keys and values of all heads one after
+    another, and the gates of the outputs."""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -161,14 +165,22 @@ class StateSpace:
     """Logarithms of the heads' rates of decay."""
     skip: str
     """The share of a head's values that is added to what is read."""
-    norm: str
-    """An RMS norm of the gated outputs of each group."""
+    norm: str | None
+    """An RMS norm of the gated outputs of each group; None: there is none."""
     out: str
     has_rates: bool = False
     """Whether `decay_log` are the rates themselves, which are negative, as in GGUF files."""
+    input_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """The factors of what the first projection returns: gates, values, what writes, what reads, and durations."""
+    output_factor: float = 1.0
+    """The factor of the outputs before the last projection."""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        for factor in (*self.input_factors, self.output_factor):
+            if not isinstance(factor, int | float) or not 0 < factor < inf:
+                found = f"ssm_multipliers (ssm_in_multiplier, ssm_out_multiplier) have {factor!r}"
+                raise ConfigError(f"{found} but must be finite numbers above 0")
         if self.num_heads % self.num_groups:
             found = f"{_IN_FILES['num_heads']} is {self.num_heads}"
             raise ConfigError(f"{found} but must be a multiple of {self.num_groups} groups")

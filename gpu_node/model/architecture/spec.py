@@ -11,12 +11,13 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import MAX_EXPERT_MATRICES, check_positions
 from penstock.gpu_node.model.architecture.mlp import Activation, Mlp
 from penstock.gpu_node.model.architecture.record_checks import IN_FILES, check_factors, check_sizes
-from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Recurrence
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Parts, Recurrence
 from penstock.gpu_node.model.architecture.rope import DynamicScaling, Rope
 from penstock.gpu_node.model.protocol import MatrixName
 
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
+"""Those of a layer with one mixer and an MLP. A layer with two mixers also has `mixer_out`."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
 
@@ -78,11 +79,15 @@ class Attention:
     """The layer whose keys and values this one reads; None: it has its own. With a source, `qkv` has queries alone."""
     sinks: str | None = None
     """A score of each head that takes a share of the attention and has no value. The name is complete."""
+    head_gate: str | None = None
+    """The matrix whose outputs say, by head, how much of its output is kept: their sigmoids multiply it."""
+    output_factor: float = 1.0
+    """The factor of the heads' outputs before the last projection."""
     out: str
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        check_factors(self, "score_scale", "score_cap")
+        check_factors(self, "score_scale", "score_cap", "output_factor")
         if self.num_heads % self.num_kv_heads:
             by = f"{IN_FILES['num_kv_heads']}, which is {self.num_kv_heads}"
             raise ConfigError(f"num_attention_heads is {self.num_heads} but must be a multiple of {by}")
@@ -125,6 +130,13 @@ class Attention:
     def is_fused(self) -> bool:
         """Whether one tensor has queries, keys and values."""
         return len(self.qkv) == 1 and self.source is None
+
+    @property
+    def input_parts(self) -> Parts:
+        """The parts of the attention's first matrix."""
+        queries, keys = self.query_rows, self.projected_keys
+        sizes = (queries, keys, keys) if len(self.qkv) > 1 else (queries + 2 * keys,)
+        return tuple(zip(self.qkv, sizes, strict=True))
 
     @property
     def projected_keys(self) -> int:
@@ -196,7 +208,8 @@ class LayerSpec:
     attention: Attention | None
     mlp: Mlp | None
     recurrence: Recurrence | None = None
-    """A mixer in place of attention. What is said here of the attention is true of it too."""
+    """A mixer in place of attention, or beside it. What is said here of the attention is true of it too. Two mixers
+    read the same normed input, and both of their outputs are added to the hidden state."""
     parallel_residual: bool = False
     """Whether the MLP reads the layer's input, in parallel with the attention, instead of the attention's output."""
     attention_norm: str | None = None
@@ -218,8 +231,8 @@ class LayerSpec:
     def __post_init__(self) -> None:
         if self.output_scale is not None and self.post_mlp_norm is None and self.token_gate is None:
             raise ConfigError("a layer's output is scaled, but what it adds last has no norm")
-        if self.attention is not None and self.recurrence is not None:
-            raise ConfigError("a layer has both attention and a recurrent mixer")
+        if self.has_two_mixers and (self.parallel_residual or self.post_attention_norm is not None):
+            raise ConfigError("a layer with two mixers has a parallel residual, or a norm of their outputs")
         if self.mixer is None and self.mlp is None:
             raise ConfigError("a layer has neither attention nor an MLP")
         if self.parallel_residual and (self.mixer is None or self.mlp is None):
@@ -231,14 +244,21 @@ class LayerSpec:
         return self.attention or self.recurrence
 
     @property
+    def has_two_mixers(self) -> bool:
+        """Whether attention and a recurrent mixer stand side by side."""
+        return self.attention is not None and self.recurrence is not None
+
+    @property
     def own_keys(self) -> Attention | None:
         """The attention, if the layer keeps keys and values of its own."""
         return self.attention if self.attention is not None and self.attention.source is None else None
 
     @property
     def matrices(self) -> tuple[MatrixName, ...]:
-        """The matrices that the layer has, of those in `MATRICES`."""
+        """The matrices that the layer has. Of two mixers, `qkv` has all rows, and `mixer_out` is the second's."""
         of_mixer: tuple[MatrixName, ...] = () if self.mixer is None else ("qkv", "out")
+        if self.has_two_mixers:
+            of_mixer = ("qkv", "out", "mixer_out")
         return of_mixer if self.mlp is None else (*of_mixer, "mlp_in", "mlp_out")
 
     @property
@@ -290,6 +310,8 @@ class ModelSpec:
     token_inputs: TokenInputs | None = None
     encoder: EncoderParts | None = None
     """None for a decoder."""
+    foreign_adapters: str = ""
+    """Why adapters of the folder that a file was made of do not fit the file; empty: they do."""
     transposed: bool = False
     """Whether the matrices of layers are stored as [columns, rows]."""
     tied_head: bool
@@ -397,6 +419,8 @@ class ModelSpec:
     def layer_weights(self, layer: LayerSpec) -> int:
         """Return the numbers in the matrices of a layer."""
         gates = 2 * layer.recurrence.num_value_heads if isinstance(layer.recurrence, DeltaRule) else 0
+        if layer.attention is not None and layer.attention.head_gate is not None:
+            gates += layer.attention.num_heads
         if self.token_inputs is not None:
             # The gate, the product back, and the layer's part of the projection. No step multiplies the table.
             gates += 3 * self.token_inputs.size
@@ -411,15 +435,14 @@ class ModelSpec:
 
         Empty for a matrix that the layer does not have.
         """
-        attention, mlp = layer.attention, layer.mlp
-        if layer.recurrence is not None and matrix == "qkv":
-            return layer.recurrence.input_parts
-        if attention is not None and matrix == "qkv":
-            queries, keys = attention.query_rows, attention.projected_keys
-            sizes = (queries, keys, keys) if len(attention.qkv) > 1 else (queries + 2 * keys,)
-            return tuple(zip(attention.qkv, sizes, strict=True))
-        if layer.mixer is not None and matrix == "out":
-            return ((layer.mixer.out, self.hidden_size),)
+        mixer, mlp = layer.mixer, layer.mlp
+        if matrix == "qkv":
+            of_attention = () if layer.attention is None else layer.attention.input_parts
+            return of_attention + (() if layer.recurrence is None else layer.recurrence.input_parts)
+        if mixer is not None and matrix == "out":
+            return ((mixer.out, self.hidden_size),)
+        if matrix == "mixer_out":
+            return ((layer.recurrence.out, self.hidden_size),) if layer.recurrence and layer.attention else ()
         if mlp is not None and matrix == "mlp_in":
             rows = 2 * mlp.intermediate_size if mlp.fused_gate else mlp.intermediate_size
             return tuple((name, rows) for name in mlp.mlp_in)
@@ -427,7 +450,7 @@ class ModelSpec:
 
     def columns_of(self, layer: LayerSpec, matrix: MatrixName) -> int:
         """Return the number of columns of a layer's matrix, its input size; 0 if the layer does not have it."""
-        if matrix == "out" and layer.recurrence is not None:
+        if layer.recurrence is not None and matrix == ("out" if layer.attention is None else "mixer_out"):
             return layer.recurrence.outputs
         if matrix == "out":
             return 0 if layer.attention is None else layer.attention.queries

@@ -12,6 +12,7 @@ _DEFAULT_PERIOD = 4
 """Of Qwen3.5 every fourth layer has attention, if the file does not say which."""
 
 _DEFAULT_EPSILON = 1e-5
+_DEFAULT_THETA = 10_000.0
 
 
 def _qwen3_5(metadata: Metadata) -> dict[str, Any]:
@@ -51,6 +52,10 @@ def _qwen3_5_moe(metadata: Metadata) -> dict[str, Any]:
         "num_experts": number("expert_count"),
         "num_experts_per_tok": number("expert_used_count"),
     }
+
+
+def _qwen3_next(metadata: Metadata) -> dict[str, Any]:
+    return {**_qwen3_5_moe(metadata), "norm_topk_prob": True}
 
 
 def _lfm2(metadata: Metadata) -> dict[str, Any]:
@@ -128,9 +133,67 @@ def _nemotron_h_moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _state_space(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Mamba-2 that Granite 4 and Falcon-H1 have."""
+    number, heads = metadata.number, metadata.number("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": number("ssm.inner_size") // heads,
+        "mamba_d_state": number("ssm.state_size"),
+        "mamba_n_groups": number("ssm.group_count"),
+        "mamba_d_conv": number("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.tensors),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": number("rope.freq_base", _DEFAULT_THETA)},
+    }
+
+
+def _granite_hybrid(metadata: Metadata) -> dict[str, Any]:
+    """Return the config of Granite 4. A file without mixtures has the width of the shared MLP only in its tensors."""
+    number, num_layers, hidden = metadata.number, metadata.num_layers, metadata.number("embedding_length")
+    kv_heads = metadata.of_layers("attention.head_count_kv", num_layers) or [1] * num_layers
+    has_experts = number("expert_count", 0) > 0
+    shared = number("expert_shared_feed_forward_length") if has_experts else _rows_of(metadata, "ffn_gate.weight")
+    rotates = metadata.optional("rope.scaling.finetuned") is not False
+    return {
+        **_state_space(metadata),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "attention_multiplier": number("attention.scale", 0) or (hidden // number("attention.head_count")) ** -0.5,
+        "embedding_multiplier": number("embedding_scale", 0) or 1.0,
+        "residual_multiplier": number("residual_scale", 0) or 1.0,
+        "logits_scaling": number("logit_scale", 0) or 1.0,
+        "intermediate_size": number("feed_forward_length"),
+        "shared_intermediate_size": shared,
+        "num_local_experts": number("expert_count", 0),
+        "num_experts_per_tok": number("expert_used_count", 0),
+        "mamba_expand": number("ssm.inner_size") // hidden,
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in metadata.tensors),
+        "attention_bias": any(name.endswith("attn_q.bias") for name in metadata.tensors),
+    }
+
+
+def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
+    """Return the config of Falcon-H1, whose factors the converter multiplies into the matrices."""
+    number, known = metadata.number, ("ssm_conv1d.bias", "ssm_dt.bias")
+    if others := [name for name in metadata.tensors if name.endswith(".bias") and not name.endswith(known)]:
+        raise ConfigError(f"the file has {others[0]}, but projections with biases are not supported")
+    return {
+        **_state_space(metadata),
+        "head_dim": number("attention.key_length"),
+        "intermediate_size": number("feed_forward_length"),
+        "mamba_d_ssm": number("ssm.inner_size"),
+        "mamba_rms_norm": any(name.endswith("ssm_norm.weight") for name in metadata.tensors),
+        "mamba_norm_before_gate": False,
+    }
+
+
 CONFIGS: Mapping[str, tuple[str, str, Callable[[Metadata], dict[str, Any]]]] = {
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5_dense),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
+    "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "lfm2": ("Lfm2ForCausalLM", "lfm2", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h),

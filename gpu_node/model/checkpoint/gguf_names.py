@@ -22,10 +22,10 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
 _BY_HEAD: Mapping[str, str] = {".q_proj.": "attention.head_count", ".k_proj.": "attention.head_count_kv"}
 _IN_ORDER: Mapping[str, str] = {}
 _INTERLEAVED_HEADS: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("llama", "granite", "smollm3", "nemotron_h", "nemotron_h_moe"), _BY_HEAD),
+    **dict.fromkeys(("llama", "granite", "granitehybrid", "smollm3", "nemotron_h", "nemotron_h_moe"), _BY_HEAD),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss"), _IN_ORDER),
     **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _IN_ORDER),
-    **dict.fromkeys(("qwen35", "qwen35moe", "lfm2", "lfm2moe"), _IN_ORDER),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "falcon-h1"), _IN_ORDER),
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
 that selects them, and the metadata key with the number of heads, or of the heads of each layer."""
@@ -35,6 +35,15 @@ _NEMOTRON = (
     (r"\.e_score_correction_bias$", ".e_score_correction.bias"),
 )
 _LFM2_MOE = ((r"^model\.(layers\.\d+\.feed_forward\.experts\.)", r"\1"), (r"\.expert_bias$", ".expert_bias.bias"))
+_SHARED_ALONE = (
+    (r"\.shared_mlp\.(gate|up)_linear\.", r".mlp.\1_proj."),
+    (r"\.shared_mlp\.output_linear\.", ".mlp.down_proj."),
+)
+_SHARED_BESIDE_EXPERTS = (
+    (r"\.shared_mlp\.(gate|up)_linear\.", r".mlp.shared_expert.\1_proj."),
+    (r"\.block_sparse_moe\.experts\.", ".mlp.experts."),
+)
+"""Of Granite 4, whose MLP has another name in a file where a mixture of experts stands beside it."""
 _RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "lfm2moe": _LFM2_MOE,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
@@ -62,6 +71,8 @@ class GgufNames:
         architecture = next(known for known, gguf_name in MODEL_ARCH_NAMES.items() if gguf_name == name)
         self._heads = {part: _heads(header, f"{name}.{key}") for part, key in _INTERLEAVED_HEADS[name].items()}
         self._renamed = (*_RENAMED_IN_ALL, *_RENAMED.get(name, ()))
+        if name == "granitehybrid":
+            self._renamed += _SHARED_BESIDE_EXPERTS if header.metadata.get(f"{name}.expert_count") else _SHARED_ALONE
         self._names: Any = get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
 
     def name_of(self, name: str) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
-from penstock.gpu_node.model.checkpoint.tensors import StoredRecurrence, StoredScan
+from penstock.gpu_node.model.checkpoint.stored_layer import StoredRecurrence, StoredScan
 
 Floats = NDArray[np.float32]
 
@@ -36,8 +36,8 @@ class ScanValues:
     decay_rates: Floats
     """What the logarithm of a state's decay is in proportion to; negative."""
     skips: Floats
-    norm: Floats
-    """[outputs of the mixer]"""
+    norm: Floats | None
+    """[outputs of the mixer]; None: outputs are not normed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class RecurrenceValues:
 def values_of(stored: StoredRecurrence) -> RecurrenceValues:
     """Read the small tensors of a mixer."""
     convolution = stored.convolution.to_float32()
+    if stored.factors:
+        counts, factors = zip(*stored.factors, strict=True)
+        convolution *= np.repeat(np.array(factors, np.float32), counts)[:, None, None]
     heads: HeadValues | ScanValues | None = None
 
     def rates(decay: Stored) -> Floats:
@@ -66,7 +69,7 @@ def values_of(stored: StoredRecurrence) -> RecurrenceValues:
             duration_biases=stored.heads.duration_bias.to_float32(),
             decay_rates=rates(stored.heads.decay_log),
             skips=stored.heads.skip.to_float32(),
-            norm=stored.heads.norm.to_float32(),
+            norm=None if stored.heads.norm is None else stored.heads.norm.to_float32(),
         )
     elif stored.heads is not None:
         heads = HeadValues(

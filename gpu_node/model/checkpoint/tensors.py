@@ -3,132 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.mlp import Mlp
-from penstock.gpu_node.model.architecture.recurrent import DeltaRule, ShortConvolution, StateSpace
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Parts, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.expert_stacks import transposed
 from penstock.gpu_node.model.checkpoint.row_orders import halves_orders, input_order, rows_by_part
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_layer import (
+    StoredHeads,
+    StoredLayer,
+    StoredLinear,
+    StoredNorm,
+    StoredRecurrence,
+    StoredRouting,
+    StoredScan,
+    StoredTokenGate,
+    StoredTokenInputs,
+)
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.protocol import MatrixName
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLinear:
-    """A matrix made of parts that are concatenated by rows."""
-
-    weights: tuple[Stored, ...]
-    biases: tuple[Stored, ...] = ()
-    """One bias per part, or none at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNorm:
-    """The weight of a norm, and the bias of a layer norm."""
-
-    weight: Stored
-    bias: Stored | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredHeads:
-    """The small tensors of a delta rule's value heads."""
-
-    gates: tuple[Stored, Stored]
-    """[value heads, hidden] each: the gate of learning and that of the decay."""
-    decay_log: Stored
-    """[value heads]"""
-    decay_bias: Stored
-    """[value heads]"""
-    norm: Stored
-    """[value_dim]"""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredScan:
-    """The small tensors of a state-space mixer's heads."""
-
-    duration_bias: Stored
-    """[heads], as the next two."""
-    decay_log: Stored
-    skip: Stored
-    norm: Stored
-    """[outputs of the mixer]"""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRecurrence:
-    """The small tensors of a recurrent mixer, which runners keep in float32."""
-
-    convolution: Stored
-    """[channels, 1, taps]"""
-    bias: Stored | None
-    """[channels]"""
-    heads: StoredHeads | StoredScan | None
-    """None for a short convolution."""
-    has_rates: bool = False
-    """Whether `decay_log` of the heads are the rates themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRouting:
-    """The small tensors of a mixture of experts, which runners keep in float32."""
-
-    bias: Stored | None
-    """[num_experts], added to the router's scores."""
-    choice_bias: Stored | None
-    """[num_experts]"""
-    shared_gate: Stored | None
-    """[1, hidden]"""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTokenGate:
-    """What adds a token's own embedding for a layer."""
-
-    gate: StoredLinear
-    """[size, hidden]"""
-    out: StoredLinear
-    """[hidden, size]"""
-    norm: StoredNorm
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTokenInputs:
-    """The embeddings of tokens for each layer, which are read row by row, and what is added to them."""
-
-    table: Stored
-    """[vocab, layers * size]"""
-    projection: StoredLinear
-    """[layers * size, hidden]"""
-    norm: Stored
-    """[size]"""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
-
-    attention_norm: StoredNorm | None
-    qkv: StoredLinear | None
-    head_norms: tuple[Stored, Stored | None] | None
-    out: StoredLinear | None
-    post_attention_norm: StoredNorm | None
-    mlp_norm: StoredNorm | None
-    router: Stored | None
-    experts: tuple[tuple[StoredLinear, StoredLinear], ...]
-    post_mlp_norm: StoredNorm | None
-    recurrence: StoredRecurrence | None = None
-    routing: StoredRouting | None = None
-    sinks: Stored | None = None
-    token_gate: StoredTokenGate | None = None
-    output_scale: Stored | None = None
 
 
 class DecoderTensors:
@@ -194,6 +92,8 @@ class DecoderTensors:
             recurrence=self.recurrence(layer),
             routing=self.routing(layer),
             sinks=self.sinks(layer),
+            head_gate=self.head_gate(layer),
+            mixer_out=self.mixer_out(layer),
             token_gate=self.token_gate(layer),
             output_scale=self.output_scale(layer),
         )
@@ -268,21 +168,46 @@ class DecoderTensors:
             return None
         return self._checkpoint.get(attention.sinks.format(layer=layer), attention.num_heads)
 
+    def head_gate(self, layer: int) -> Stored | None:
+        """Return the matrix of the gates of heads' outputs, [num_heads, hidden]; None if there is none."""
+        attention = self._spec.layers[layer].attention
+        if attention is None or attention.head_gate is None:
+            return None
+        name = f"{attention.head_gate.format(layer=layer)}.weight"
+        return self._checkpoint.get(name, attention.num_heads, self._spec.hidden_size)
+
     def qkv(self, layer: int) -> StoredLinear | None:
         """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden].
 
-        Of a recurrent mixer: its input projections. None: the layer has no mixer.
+        Of a recurrent mixer: its input projections; of two mixers: all of them. None: the layer has no mixer.
         """
-        attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
-        if isinstance(recurrence, DeltaRule) and recurrence.is_fused:
-            [fused] = self._linear("qkv", layer, has_bias=False).weights
-            order = input_order(recurrence)
+        of_attention, of_recurrence = self._attention_inputs(layer), self._recurrence_inputs(layer)
+        if of_attention is None or of_recurrence is None:
+            return of_attention or of_recurrence
+        if of_attention.biases or of_recurrence.biases:
+            raise ConfigError("projections of two mixers in one layer have biases, which is not supported")
+        return StoredLinear(of_attention.weights + of_recurrence.weights)
+
+    def _recurrence_inputs(self, layer: int) -> StoredLinear | None:
+        mixer = self._spec.layers[layer].recurrence
+        if mixer is None:
+            return None
+        if isinstance(mixer, DeltaRule) and mixer.split_inputs is not None:
+            first, second = (f"{name.format(layer=layer)}.weight" for name in mixer.split_inputs)
+            hidden, get = self._spec.hidden_size, self._checkpoint.get
+            return StoredLinear((get(first, mixer.channels, hidden), get(second, mixer.outputs, hidden)))
+        stored = self._linears(mixer.input_parts, self._spec.hidden_size, layer, has_bias=mixer.has_bias)
+        if isinstance(mixer, DeltaRule) and mixer.is_fused:
+            [fused] = stored.weights
+            order = input_order(mixer)
             return StoredLinear((fused.take_rows(order, len(order), *fused.shape[1:]),))
-        if recurrence is not None:
-            return self._linear("qkv", layer, has_bias=recurrence.has_bias)
+        return stored
+
+    def _attention_inputs(self, layer: int) -> StoredLinear | None:
+        attention = self._spec.layers[layer].attention
         if attention is None:
             return None
-        stored = self._linear("qkv", layer, has_bias=attention.qkv_bias)
+        stored = self._linears(attention.input_parts, self._spec.hidden_size, layer, has_bias=attention.qkv_bias)
         if attention.interleaved:
             return _in_halves(stored, attention)
         if not attention.is_fused:
@@ -294,11 +219,21 @@ class DecoderTensors:
         )
 
     def out(self, layer: int) -> StoredLinear | None:
-        """Return the output projection of the mixer, [hidden, its outputs]; None without a mixer."""
+        """Return the output projection of the mixer, [hidden, its outputs]; of two, that of the attention.
+
+        None: the layer has no mixer.
+        """
         attention, recurrence = self._spec.layers[layer].attention, self._spec.layers[layer].recurrence
-        if recurrence is not None:
-            return self._linear("out", layer, has_bias=recurrence.has_bias)
-        return None if attention is None else self._linear("out", layer, has_bias=attention.out_bias)
+        if attention is not None:
+            return self._linear("out", layer, has_bias=attention.out_bias)
+        return None if recurrence is None else self._linear("out", layer, has_bias=recurrence.has_bias)
+
+    def mixer_out(self, layer: int) -> StoredLinear | None:
+        """Return the output projection of a recurrent mixer that stands beside attention; None without one."""
+        spec = self._spec.layers[layer]
+        if spec.attention is None or spec.recurrence is None:
+            return None
+        return self._linear("mixer_out", layer, has_bias=spec.recurrence.has_bias)
 
     def recurrence(self, layer: int) -> StoredRecurrence | None:
         """Return the small tensors of a recurrent mixer; None if the layer has none."""
@@ -307,6 +242,7 @@ class DecoderTensors:
             return None
         convolution = mixer.convolution.format(layer=layer)
         heads: StoredHeads | StoredScan | None = None
+        factors: tuple[tuple[int, float], ...] = ()
         if isinstance(mixer, DeltaRule):
             count = mixer.num_value_heads
             heads = StoredHeads(
@@ -316,17 +252,21 @@ class DecoderTensors:
                 norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.value_dim),
             )
         if isinstance(mixer, StateSpace):
+            size = mixer.num_groups * mixer.state_size
+            factors = tuple(zip((mixer.outputs, size, size), mixer.input_factors[1:4], strict=True))
+            norm = None if mixer.norm is None else get(f"{mixer.norm.format(layer=layer)}.weight", mixer.outputs)
             heads = StoredScan(
                 duration_bias=get(mixer.duration_bias.format(layer=layer), mixer.num_heads),
                 decay_log=get(mixer.decay_log.format(layer=layer), mixer.num_heads),
                 skip=get(mixer.skip.format(layer=layer), mixer.num_heads),
-                norm=get(f"{mixer.norm.format(layer=layer)}.weight", mixer.outputs),
+                norm=norm,
             )
         return StoredRecurrence(
             convolution=get(f"{convolution}.weight", mixer.channels, 1, mixer.taps),
             bias=get(f"{convolution}.bias", mixer.channels) if mixer.has_convolution_bias else None,
             heads=heads,
             has_rates=not isinstance(mixer, ShortConvolution) and mixer.has_rates,
+            factors=factors,
         )
 
     def _gates(self, mixer: DeltaRule, layer: int) -> tuple[Stored, Stored]:
@@ -360,7 +300,9 @@ class DecoderTensors:
             has_out_bias = mlp is not None and (mlp.bias or mlp.out_bias)
             inner = self._linear("mlp_in", layer, has_bias=has_bias, expert=expert)
             out = self._linear("mlp_out", layer, has_bias=has_out_bias, expert=expert)
-            yield _split_gate(inner, mlp) if mlp is not None and mlp.fused_gate else inner, out
+            if mlp is not None and mlp.fused_gate and mlp.split_gate is None:
+                inner = _split_gate(inner, mlp)
+            yield inner, out
         if num_shared:
             yield from self._shared_experts(layer)
 
@@ -411,12 +353,17 @@ class DecoderTensors:
         return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size))
 
     def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
-        get, spec = self._checkpoint.get, self._spec.layers[layer]
-        columns, named = self._spec.columns_of(spec, matrix), self._spec.parts_of(spec, matrix)
+        spec = self._spec.layers[layer]
+        columns, parts = self._spec.columns_of(spec, matrix), self._spec.parts_of(spec, matrix)
+        if matrix == "mlp_in" and spec.mlp is not None and spec.mlp.split_gate is not None:
+            parts = tuple((name, spec.mlp.intermediate_size) for name in spec.mlp.split_gate)
+        return self._linears(parts, columns, layer, has_bias=has_bias, expert=expert)
+
+    def _linears(self, named: Parts, columns: int, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
         parts = [(name.format(layer=layer, expert=expert), rows) for name, rows in named]
         return StoredLinear(
             tuple(self._matrix(f"{name}.weight", rows, columns) for name, rows in parts),
-            tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
+            tuple(self._checkpoint.get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
 
     def _matrix(self, name: str, rows: int, columns: int) -> Stored:

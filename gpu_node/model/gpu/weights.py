@@ -15,7 +15,8 @@ from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK, block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
+from penstock.gpu_node.model.checkpoint.stored_layer import StoredLinear
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.decoder import GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import (

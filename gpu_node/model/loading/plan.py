@@ -163,9 +163,9 @@ def _parts_of(
         rows, columns = spec.parts_of(kind, name), spec.columns_of(kind, name)
         parts = tuple(StoredTensor(part, "bfloat16", (count, columns), _NOTHING) for part, count in rows)
         yield from (parts,) * kind.num_experts_of(name)
-    elif name in ("qkv", "out"):
-        linear = tensors.qkv(layer) if name == "qkv" else tensors.out(layer)
-        if linear is not None:
+    elif name in ("qkv", "out", "mixer_out"):
+        of_mixer = {"qkv": tensors.qkv, "out": tensors.out, "mixer_out": tensors.mixer_out}
+        if (linear := of_mixer[name](layer)) is not None:
             yield linear.weights
     else:
         yield from (pair[0 if name == "mlp_in" else 1].weights for pair in tensors.experts(layer))

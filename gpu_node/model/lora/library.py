@@ -242,6 +242,8 @@ class AdapterLibrary:
 
     def __init__(self, spec: ModelSpec, named: Mapping[str, Path], folder: Path | None, max_rank: int) -> None:
         """Read all adapters of `named`. Raises ConfigError if one is unusable or `folder` is not a folder."""
+        if spec.foreign_adapters and (named or folder is not None):
+            raise ConfigError(f"adapters do not fit this file: {spec.foreign_adapters}", param="lora")
         self._spec = spec
         self._named = dict(named)
         self._folder = folder

@@ -235,7 +235,7 @@ def set_positions(model: NativeModel, described: Description) -> None:
 
 def weight_bytes_of(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
     """Return the size of all matrices. A tied embedding has no matrix of its own."""
-    of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
+    of_layer = (Slot.QKV, Slot.OUT, Slot.MIXER_OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
     matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
     tables = [(Slot.HEAD, 0), (Slot.TOKEN_INPUTS, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)

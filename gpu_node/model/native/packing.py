@@ -16,8 +16,9 @@ from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.recurrences import HeadValues, ScanValues, values_of
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_layer import StoredLinear, StoredNorm
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.native.packed_matrix import WeightWriter
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
@@ -181,14 +182,15 @@ class Packer:
                 if weight is not None:
                     self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
             self._fuse(Slot.OUT, layer, out)
+        if (second := tensors.mixer_out(layer)) is not None:
+            self._fuse(Slot.MIXER_OUT, layer, second)
+        if (gates := tensors.head_gate(layer)) is not None:
+            self._set_vector(
+                Vector.HEAD_GATES, layer, np.pad(gates.to_float32(), ((0, 0), (0, -gates.shape[1] % PANEL)))
+            )
         if (sinks := tensors.sinks(layer)) is not None:
             self._set_vector(Vector.SINKS, layer, sinks.to_float32())
-        self._set_norm(Vector.ATTENTION_OUTPUT_NORM, layer, tensors.post_attention_norm(layer))
-        self._set_norm(Vector.MLP_OUTPUT_NORM, layer, tensors.post_mlp_norm(layer))
-        for vector, norm in zip(
-            (Vector.ATTENTION_SUM_NORM, Vector.MLP_SUM_NORM), tensors.sum_norms(layer), strict=True
-        ):
-            self._set_norm(vector, layer, norm)
+        self._pack_output_norms(layer)
         mlp = self._spec.layers[layer].mlp
         if mlp is not None:
             gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
@@ -199,6 +201,15 @@ class Packer:
             self._set_norm(Vector.TOKEN_NORM, layer, gate.norm)
         if (scale := tensors.output_scale(layer)) is not None:
             self._set_vector(Vector.OUTPUT_SCALE, layer, scale.to_float32())
+
+    def _pack_output_norms(self, layer: int) -> None:
+        """Set the norms of the outputs of attention and MLP, and those of the sums that they are added to."""
+        tensors = self._tensors
+        self._set_norm(Vector.ATTENTION_OUTPUT_NORM, layer, tensors.post_attention_norm(layer))
+        self._set_norm(Vector.MLP_OUTPUT_NORM, layer, tensors.post_mlp_norm(layer))
+        of_sums = Vector.ATTENTION_SUM_NORM, Vector.MLP_SUM_NORM
+        for vector, norm in zip(of_sums, tensors.sum_norms(layer), strict=True):
+            self._set_norm(vector, layer, norm)
 
     def _pack_recurrence(self, layer: int) -> None:
         """Set the small tensors of a recurrent mixer."""
@@ -219,7 +230,8 @@ class Packer:
             self._set_vector(Vector.DECAY_RATES, layer, heads.decay_rates)
             self._set_vector(Vector.DECAY_BIASES, layer, heads.duration_biases)
             self._set_vector(Vector.SKIPS, layer, heads.skips)
-            self._set_vector(Vector.VALUE_NORM, layer, heads.norm)
+            if heads.norm is not None:
+                self._set_vector(Vector.VALUE_NORM, layer, heads.norm)
 
     def _pack_mlp(self, layer: int, gains: _Gains, *, is_gated: bool) -> None:
         """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
@@ -360,7 +372,13 @@ def _joined(linears: Sequence[StoredLinear]) -> StoredLinear:
     )
 
 
-_SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Slot.MLP_IN, "mlp_out": Slot.MLP_OUT}
+_SLOTS: dict[MatrixName, Slot] = {
+    "qkv": Slot.QKV,
+    "out": Slot.OUT,
+    "mixer_out": Slot.MIXER_OUT,
+    "mlp_in": Slot.MLP_IN,
+    "mlp_out": Slot.MLP_OUT,
+}
 
 
 class NativeAdapters:

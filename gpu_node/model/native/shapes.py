@@ -103,6 +103,10 @@ def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> in
         for layer in spec.layers
         if (own := layer.own_keys) is not None
     )
+_FACTORS = (
+    *("attention_factor", "mixer_factor", "state_gate_factor"),
+    *("duration_factor", "gate_factor", "mlp_factor"),
+)
 
 
 def shapes_of(
@@ -150,6 +154,7 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
         has_mlp_output_norm=layer.post_mlp_norm is not None,
         has_attention_sum_norm=layer.attention_sum_norm is not None,
         has_mlp_sum_norm=layer.mlp_sum_norm is not None,
+        **dict.fromkeys(_FACTORS, 1.0),
     )
     if attention is not None:
         native.num_heads, native.num_kv_heads = attention.num_heads, attention.num_kv_heads
@@ -160,6 +165,7 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
         native.joins_head_norms = attention.joint_head_norms
         native.score_scale, native.score_cap = attention.score_scale or 0.0, attention.score_cap or 0.0
         native.has_output_gate, native.has_value_norm = attention.output_gate, attention.value_norm
+        native.has_head_gates, native.attention_factor = attention.head_gate is not None, attention.output_factor
         native.source = 0 if attention.source is None else 1 + attention.source
     if layer.recurrence is not None:
         _set_recurrence(native, layer.recurrence)
@@ -168,6 +174,7 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
     if mlp is not None:
         native.intermediate, native.is_gated = mlp.intermediate_size, mlp.is_gated
         native.activation = _ACTIVATIONS[mlp.activation]
+        native.gate_factor, native.mlp_factor = mlp.gate_factor, mlp.output_factor
         if mlp.clamped_gate is not None:
             native.gate_limit, native.gate_slope = mlp.clamped_gate.limit, mlp.clamped_gate.slope
     if mlp is not None and mlp.experts is not None:
@@ -185,7 +192,8 @@ def _set_recurrence(native: NativeLayer, mixer: Recurrence) -> None:
         native.key_dim, native.value_dim, native.head_norm_eps = mixer.key_dim, mixer.value_dim, mixer.norm_eps
         native.tiles_values = mixer.tiles_values
     if isinstance(mixer, StateSpace):
-        native.is_state_space = True
+        native.is_state_space, native.mixer_factor = True, mixer.output_factor
+        native.state_gate_factor, *_, native.duration_factor = mixer.input_factors
         native.key_heads, native.value_heads = mixer.num_groups, mixer.num_heads
         native.key_dim, native.value_dim, native.head_norm_eps = mixer.state_size, mixer.head_dim, mixer.norm_eps
 

@@ -83,7 +83,7 @@ class ScanWeights:
     duration_biases: Tensor
     decay_rates: Tensor
     skips: Tensor
-    norm: Tensor
+    norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,10 @@ class LayerWeights:
     recurrence: RecurrentWeights | None = None
     sinks: Tensor | None = None
     """[num_heads] in float32: a score of each head that has no value."""
+    head_gate: Tensor | None = None
+    """[num_heads, hidden] in float32: the gates of heads' outputs."""
+    mixer_out: Product = missing
+    """The output projection of a recurrent mixer beside attention."""
     choice_bias: Tensor | None = None
     """[num_experts] in float32: added to the shares by which experts are chosen."""
     shared_gate: Tensor | None = None

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from penstock.gpu_node.model.checkpoint.recurrences import ScanValues, values_of
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
-from penstock.gpu_node.model.checkpoint.tensors import (
+from penstock.gpu_node.model.checkpoint.stored_layer import (
     StoredLayer,
     StoredLinear,
     StoredNorm,
@@ -110,6 +110,8 @@ def read_layer(
         more_experts=tuple(more),
         recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence),
         sinks=_floats(stored.sinks),
+        head_gate=_floats(stored.head_gate),
+        mixer_out=missing if stored.mixer_out is None else linear(stored.mixer_out, convert),
         choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias),
         shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate),
         token_gate=None if (gate := stored.token_gate) is None else _token_gate(gate, convert, linear, norm),
@@ -161,8 +163,9 @@ def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:
     values = values_of(stored)
     heads: HeadWeights | ScanWeights | None = None
     if isinstance(found := values.heads, ScanValues):
-        arrays = found.duration_biases, found.decay_rates, found.skips, found.norm
-        heads = ScanWeights(*map(torch.from_numpy, arrays))
+        arrays = found.duration_biases, found.decay_rates, found.skips
+        norm = None if found.norm is None else torch.from_numpy(found.norm)
+        heads = ScanWeights(*map(torch.from_numpy, arrays), norm)
     elif found is not None:
         arrays = found.gates, found.decay_rates, found.decay_biases, found.norm
         heads = HeadWeights(*map(torch.from_numpy, arrays))

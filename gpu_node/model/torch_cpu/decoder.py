@@ -177,19 +177,12 @@ class Decoder:
         x = self._first_residual(plan)
         own = self._token_inputs(x, plan)
         for i, (spec, layer) in enumerate(zip(self._spec.layers, self._weights.layers, strict=True)):
-            attended: Tensor | None = None
-            if spec.attention is not None:
-                attended = self._attended(x, i, spec.attention, layer, step, adapted)
-            elif spec.recurrence is not None and layer.recurrence is not None and step.states is not None:
-                normed = layer.attention_norm(x)
-                projected = adapted.add(i, "qkv", normed, layer.qkv(normed))
-                attended = self.recurrent.mix(i, spec.recurrence, layer.recurrence, normed, projected, step.states)
-                attended = attended.to(normed.dtype)
+            mixed = self._mixed(x, i, spec, layer, step, adapted)
             if self._is_end(i):
                 # After the last attention, only the wanted tokens need the rest of the layer.
-                x, adapted = x[tokens], adapted.at(tokens)
-                attended, own = (None if rows is None else rows[tokens] for rows in (attended, own))
-            x = self._after_attention(x, attended, i, spec, layer, adapted)
+                x, adapted, own = x[tokens], adapted.at(tokens), None if own is None else own[tokens]
+                mixed = {matrix: rows[tokens] for matrix, rows in mixed.items()}
+            x = self._after_mixers(x, mixed, i, spec, layer, adapted)
             if own is not None and layer.token_gate is not None:
                 x = x + _of_token(x, own[:, i], spec, layer.token_gate)
             if layer.output_scale is not None:
@@ -216,12 +209,32 @@ class Decoder:
             },
         )
 
+    def _mixed(
+        self, x: Tensor, at: int, spec: LayerSpec, layer: LayerWeights, step: _Step, adapted: AdaptedRows
+    ) -> dict[MatrixName, Tensor]:
+        """Return the outputs of a layer's mixers by the matrix that projects them; continue keys, values and states."""
+        if spec.mixer is None:
+            return {}
+        normed, mixed = layer.attention_norm(x), dict[MatrixName, Tensor]()
+        projected = adapted.add(at, "qkv", normed, layer.qkv(normed))
+        if spec.attention is not None:
+            first = sum(rows for _, rows in spec.attention.input_parts)
+            own, projected = projected[:, :first], projected[:, first:]
+            mixed["out"] = self._attended(own, normed, at, spec.attention, layer, step)
+        if spec.recurrence is not None and layer.recurrence is not None and step.states is not None:
+            rows = self.recurrent.mix(at, spec.recurrence, layer.recurrence, normed, projected, step.states)
+            mixed["mixer_out" if mixed else "out"] = rows.to(normed.dtype)
+        return mixed
+
     def _attended(
-        self, x: Tensor, at: int, spec: Attention, layer: LayerWeights, step: _Step, adapted: AdaptedRows
+        self, projected: Tensor, normed: Tensor, at: int, spec: Attention, layer: LayerWeights, step: _Step
     ) -> Tensor:
-        """Store the keys and values of a layer, and return what its queries see."""
+        """Store the keys and values of a layer, and return what its queries see.
+
+        normed: [num_tokens, hidden]; projected: its product with the attention's first matrix.
+        """
         angles = None if spec.rope is None else step.angles[spec.rope]
-        q, gates, k, v = self._qkv(x, at, spec, layer, angles, adapted)
+        q, gates, k, v = self._qkv(projected, spec, layer, angles)
         if (growth := spec.query_growth) is not None:
             q = q * step.growths[growth]
         cache = step.caches[at if spec.source is None else spec.source]
@@ -232,7 +245,10 @@ class Decoder:
                 cache.zero(step.begun)
             cache.store(k, v, step.slots[spec.num_kv_heads])
         attended = step.attention.attend(q, cache, step.groups, spec, layer.sinks)
-        return attended if gates is None else attended * torch.sigmoid(gates)
+        if gates is None and layer.head_gate is not None:
+            gates = (normed.float() @ layer.head_gate.T).unsqueeze(-1)
+        attended = attended if gates is None else attended * torch.sigmoid(gates).to(attended.dtype)
+        return attended if spec.output_factor == 1 else attended * spec.output_factor
 
     def _first_residual(self, plan: StepPlan) -> Tensor:
         if not self._part.is_first:
@@ -260,21 +276,14 @@ class Decoder:
         return self._part.is_last and layer == self._spec.num_layers - 1
 
     def _qkv(
-        self,
-        x: Tensor,
-        at: int,
-        spec: Attention,
-        layer: LayerWeights,
-        angles: tuple[Tensor, ...] | None,
-        adapted: AdaptedRows,
+        self, projected: Tensor, spec: Attention, layer: LayerWeights, angles: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return queries and their output gates, keys and values.
 
         Queries and gates: [num_tokens, num_heads, head_dim]; the others: [num_tokens, num_kv_heads, head_dim], or
         without heads if the layer reads those of another one.
         """
-        normed, gates = layer.attention_norm(x), None
-        fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
+        gates, fused = None, projected.reshape(len(projected), -1, spec.head_dim)
         first_key = spec.query_rows // spec.head_dim
         q, k, v = fused.tensor_split((first_key, first_key + spec.projected_keys // spec.head_dim), dim=1)
         if spec.value_norm:
@@ -300,18 +309,24 @@ class Decoder:
         q_mean, k_mean = torch.split(self.exchanges.sum(squares) / size, 1, dim=-1)
         return q_norm.of_mean_square(queries, q_mean).view(q.shape), k_norm.of_mean_square(keys, k_mean).view(k.shape)
 
-    def _after_attention(
-        self, x: Tensor, attended: Tensor | None, at: int, spec: LayerSpec, layer: LayerWeights, adapted: AdaptedRows
+    def _after_mixers(
+        self,
+        x: Tensor,
+        mixed: Mapping[MatrixName, Tensor],
+        at: int,
+        spec: LayerSpec,
+        layer: LayerWeights,
+        adapted: AdaptedRows,
     ) -> Tensor:
         """Compute the rest of a layer.
 
-        x: its input, [num_tokens, hidden]; attended: what its queries saw, [num_tokens, num_heads, head_dim].
+        x: its input, [num_tokens, hidden]; mixed: as `_mixed` returns it.
         """
         scale, after = self._spec.residual_scale, x
-        if attended is not None:
-            attended = attended.flatten(1)
-            added = self.exchanges.sum(adapted.add(at, "out", attended, layer.out(attended)))
-            after = torch.add(x, _normed(layer.post_attention_norm, added), alpha=scale)
+        for matrix, outputs in mixed.items():
+            rows, product = outputs.flatten(1), layer.out if matrix == "out" else layer.mixer_out
+            added = self.exchanges.sum(adapted.add(at, matrix, rows, product(rows)))
+            after = torch.add(after, _normed(layer.post_attention_norm, added), alpha=scale)
         if spec.mlp is None:
             return after
         mlp = self.exchanges.sum(self._mlp(x if spec.parallel_residual else after, at, spec.mlp, layer, adapted))
@@ -337,12 +352,17 @@ def _of_token(x: Tensor, own: Tensor, spec: LayerSpec, weights: TokenGateWeights
 def _gated(inner: Tensor, spec: Mlp) -> Tensor:
     activation = _ACTIVATIONS[spec.activation]
     if not spec.is_gated:
-        return activation(inner)
+        return _times(activation(inner), spec.output_factor)
     gate, up = inner.chunk(2, dim=-1)
+    gate = _times(gate, spec.gate_factor)
     if (clamp := spec.clamped_gate) is None:
-        return activation(gate) * up
+        return _times(activation(gate) * up, spec.output_factor)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return gate * torch.sigmoid(clamp.slope * gate) * (up + 1)
+    return _times(gate * torch.sigmoid(clamp.slope * gate) * (up + 1), spec.output_factor)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def _routed(normed: Tensor, spec: Mlp, layer: LayerWeights, scores: Tensor) -> Tensor:

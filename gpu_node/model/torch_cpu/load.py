@@ -17,7 +17,8 @@ from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.rank_tensors import RankTensors
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
+from penstock.gpu_node.model.checkpoint.stored_layer import StoredLayer, StoredLinear
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges

@@ -197,7 +197,7 @@ def _scan(
         one.view(num_tokens, mixer.num_groups, mixer.state_size).repeat_interleave(count // mixer.num_groups, dim=1)
         for one in (writes, reads)
     )
-    durations = functional.softplus(durations + heads.duration_biases)
+    durations = functional.softplus(mixer.input_factors[4] * durations + heads.duration_biases)
     decay = torch.exp(durations * heads.decay_rates)
     added = values * durations.unsqueeze(-1)
     out = torch.empty(num_tokens, count, mixer.head_dim)
@@ -208,9 +208,12 @@ def _scan(
         out[tokens] = (current @ reads[tokens].unsqueeze(-1)).squeeze(-1)
 
     _continue(states.matrices, steps, advance)
-    gated = (out + heads.skips.unsqueeze(-1) * values).flatten(1) * functional.silu(gates)
-    by_group = gated.view(num_tokens, mixer.num_groups, -1)
-    return functional.rms_norm(by_group, by_group.shape[-1:], eps=mixer.norm_eps).flatten(1) * heads.norm
+    gated = (out + heads.skips.unsqueeze(-1) * values).flatten(1)
+    gated *= functional.silu(mixer.input_factors[0] * gates)
+    if heads.norm is not None:
+        by_group = gated.view(num_tokens, mixer.num_groups, -1)
+        gated = functional.rms_norm(by_group, by_group.shape[-1:], eps=mixer.norm_eps).flatten(1) * heads.norm
+    return gated * mixer.output_factor
 
 
 def _continue(matrices: Tensor, steps: StateSteps, advance: Callable[[Tensor, Tensor], None]) -> None:

@@ -68,11 +68,11 @@ def write_folder(shape: str, folder: Path) -> None:
         file_of |= dict.fromkeys(made, file)
     index = {"metadata": {"total_size": 2 * num_weights(config)}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    _write_texts(folder, config)
+    write_texts(folder, config)
 
 
-def _write_texts(folder: Path, config: Mapping[str, Any]) -> None:
-    """Config and tokenizer."""
+def write_texts(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the config and a tokenizer with a text for each token."""
     from penstock.cli.demo_model import demo_model
     from penstock.gpu_node.model.checkpoint.source import resolve_model
 

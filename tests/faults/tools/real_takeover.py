@@ -1,10 +1,13 @@
-"""The same kills with the small real model: a stream must equal that of a run without faults, bit by bit."""
+"""The same kills with real models: a stream must equal that of a run without faults, bit by bit."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fakes.processes.node_process import NodeProcess
@@ -26,6 +29,18 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "n": 2},
     {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.1},
 )
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 30}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+HYBRID_KINDS: tuple[dict[str, Any], ...] = (
+    *KINDS,
+    {"temperature": 0.9, "structured_outputs": {"json_schema": SCHEMA}},
+    {"temperature": 1.0, "n": 3, "structured_outputs": {"json_schema": SCHEMA}},
+)
+"""With a schema, a row's states are in two slots, which are exchanged when its token is chosen."""
 
 
 @dataclass
@@ -46,23 +61,39 @@ async def undisturbed(client: AsyncClient, options: dict[str, Any], pool: str = 
     return RealWork({"job_id": f"{pool}.{uuid7()}", **options}, undisturbed=result.choices)
 
 
-def start_node(url: str, name: str) -> NodeProcess:
-    """Start a node with the demo model."""
-    return NodeProcess(
-        url, model=demo_model(), pool=POOL, name=name, lease_ms=LEASE_MS, runner="native", num_kv_blocks=256
-    )
+def start_node(url: str, model: Path, pool: str, name: str) -> NodeProcess:
+    """Start a node with a model."""
+    return NodeProcess(url, model=model, pool=pool, name=name, lease_ms=LEASE_MS, runner="native", num_kv_blocks=256)
 
 
-async def run_real_takeovers(redis: Redis, url: str, count: int, *, seed: int) -> Takeovers:
-    """Run until `count` kills have hit a running job: greedy, sampled, two choices; one pool of two nodes."""
-    rng = random.Random(seed)
-    takeovers = Takeovers(count)
-    async with Lane(redis, url, POOL, partial(start_node, url)) as lane, AsyncClient(url) as client:
-        while takeovers.wanted:
-            takeovers.wanted -= 1
-            kind = KINDS[takeovers.wanted % len(KINDS)]
-            sizes = {"max_tokens": rng.randint(*MAX_TOKENS), "ignore_eos": True, "seed": rng.getrandbits(32)}
-            work = await undisturbed(client, kind | sizes)
-            takeovers.note(await lane.run(work, rng.randint(1, work.num_expected - 1), work.num_expected))
-            work.check()
+async def run_real_takeovers(
+    redis: Redis,
+    url: str,
+    count: int,
+    *,
+    seed: int,
+    model: Path | None = None,
+    kinds: Sequence[dict[str, Any]] = KINDS,
+    lanes: int = 1,
+) -> Takeovers:
+    """Run until `count` kills have hit a running job of these kinds, in so many pools of two nodes each.
+
+    model: the demo model by default.
+    """
+    rng, takeovers, path = random.Random(seed), Takeovers(count), model or Path(demo_model())
+
+    async def run_lane(pool: str) -> None:
+        async with Lane(redis, url, pool, partial(start_node, url, path, pool)) as lane, AsyncClient(url) as client:
+            while takeovers.wanted:
+                takeovers.wanted -= 1
+                kind = kinds[takeovers.wanted % len(kinds)]
+                sizes = {"max_tokens": rng.randint(*MAX_TOKENS), "seed": rng.getrandbits(32)}
+                sizes["ignore_eos"] = "structured_outputs" not in kind
+                work = await undisturbed(client, kind | sizes, pool)
+                takeovers.note(await lane.run(work, rng.randint(1, work.num_expected - 1), work.num_expected))
+                work.check()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(lanes):
+            group.create_task(run_lane(f"{POOL}{number}"))
     return takeovers

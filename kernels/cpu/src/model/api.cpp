@@ -70,6 +70,7 @@ enum Vector {
   kAttentionSumNormBias = 34,
   kMlpSumNorm = 35,
   kMlpSumNormBias = 36,
+  kHeadGates = 37,
 };
 
 // `layer`: for kCos and kSin the index of the RoPE table.
@@ -103,6 +104,8 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].router;
     case kRouterBias:
       return weights.layers[layer].router_bias;
+    case kHeadGates:
+      return weights.layers[layer].head_gates;
     case kSinks:
       return weights.layers[layer].sinks;
     case kChoiceBias:

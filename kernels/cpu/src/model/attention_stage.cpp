@@ -34,6 +34,11 @@ void gate_values(const float* gate, int count, float* values) {
   for (int i = 0; i < count; i += kLanes) store(values + i, gated_by(load(values + i), load(gate + i)));
 }
 
+// values *= factor.
+void scale_values(float factor, int count, float* values) {
+  for (int i = 0; i < count; i += kLanes) store(values + i, load(values + i) * broadcast(factor));
+}
+
 // The first token that a token at `position` attends to.
 int first_seen(int position, const Layer& layer) {
   return layer.spec.window == 0 ? 0 : std::max(0, position + 1 - layer.spec.window);
@@ -140,11 +145,29 @@ void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer, const Ro
 void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto attended = [&](int i) { return buffers_.attended.row(products.tokens()[i]); };
   products.add(worker, layer, Slot::kOut, attended, layer.attention_output_norm);
+  if (!layer.spec.has_two_mixers()) return;
+  const auto mixed = [&](int i) { return attended(i) + layer.spec.first_output(); };
+  products.add(worker, layer, Slot::kMixerOut, mixed, layer.attention_output_norm);
+}
+
+// Computes how much of each head's output is kept of a token.
+void AttentionStage::set_head_gates(const Layer& layer, int token) const {
+  const RowBuffer& hidden = buffers_.hidden;
+  const float* normed = layer.attention_norm.apply(hidden.row(token)).values;
+  for (int head = 0; head < layer.spec.num_heads; ++head) {
+    const float* row = layer.head_gates.data() + (size_t)head * hidden.stride();
+    Floats sums = zeros();
+    for (int c = 0; c < hidden.stride(); c += kLanes) sums = fma(load(normed + c), load(row + c), sums);
+    buffers_.gates.row(token)[head] = (float)(1 / (1 + std::exp(-(double)sum(sums))));
+  }
 }
 
 void AttentionStage::attend(Worker& worker, const Layer& layer) const {
   const Heads& heads = heads_of(layer);
   const bool has_keys = layer.spec.has_keys();
+  if (layer.spec.has_head_gates) {
+    worker.for_each(step_.plan.num_tokens, [&](int i) { set_head_gates(layer, i); });
+  }
   if (has_keys && !heads.plan.stores_with_tiles) store_all(worker, layer);
   if (heads.plan.splits_spans) return attend_by_span(worker, layer);
   const KvLayer& cache = cache_.layer(layer.index);
@@ -321,6 +344,9 @@ void AttentionStage::write_rows(const Layer& layer, const QueryTile& tile, int h
       const float* gate = buffers_.qkv.row(token) + query * layer.spec.query_stride() + heads.dim;
       gate_values(gate, heads.dim, row + query * heads.dim);
     }
+    float factor = layer.spec.attention_factor;
+    if (layer.spec.has_head_gates) factor *= buffers_.gates.row(token)[query];
+    if (factor != 1) scale_values(factor, heads.dim, row + query * heads.dim);
     if (is_last) std::fill(row + width, row + round_up(width, kPanel), 0.f);
   }
 }

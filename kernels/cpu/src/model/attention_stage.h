@@ -52,6 +52,7 @@ class AttentionStage {
     if (by_head_) return {i % count, i / count};
     return {i / heads.count, i % heads.count};
   }
+  void set_head_gates(const Layer& layer, int token) const;
   void store_all(Worker& worker, const Layer& layer) const;
   void store_key_value(const Layer& layer, int token, int head) const;
   void norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const;

@@ -55,7 +55,7 @@ class LayerProducts {
   using Inputs = std::array<std::array<std::vector<Encoded>, kNumEncodings>, kNumInputs>;
 
   static Input input_of(Slot slot) {
-    if (slot == Slot::kOut) return kAttended;
+    if (slot == Slot::kOut || slot == Slot::kMixerOut) return kAttended;
     return slot == Slot::kMlpOut || slot == Slot::kTokenOut ? kGated : kNormed;
   }
   // Returns the rows that a matrix reads. They are added if they are not there yet, which only `prepare` may do.

@@ -45,13 +45,18 @@ Floats activated(Activation kind, Floats x) {
 void activate(const LayerSpec& spec, const float* inner, int panel, float* row) {
   const auto kind = (Activation)spec.activation;
   if (spec.is_gated) {
-    const Floats gate = load(inner), up = load(inner + kLanes);
-    store(row + panel * kLanes, spec.gate_limit > 0 ? clamped_gate(spec, gate, up) : activated(kind, gate) * up);
+    const Floats up = load(inner + kLanes);
+    Floats gate = load(inner);
+    if (spec.gate_factor != 1) gate = gate * broadcast(spec.gate_factor);
+    Floats gated = spec.gate_limit > 0 ? clamped_gate(spec, gate, up) : activated(kind, gate) * up;
+    if (spec.mlp_factor != 1) gated = gated * broadcast(spec.mlp_factor);
+    store(row + panel * kLanes, gated);
     const int panels = spec.inner_panels();
     if (panel + 1 == panels && panels % 2) store(row + panels * kLanes, zeros());
   } else {
     for (int j = 0; j < kPanel; j += kLanes) {
-      store(row + panel * kPanel + j, activated(kind, load(inner + j)));
+      const Floats value = activated(kind, load(inner + j));
+      store(row + panel * kPanel + j, spec.mlp_factor != 1 ? value * broadcast(spec.mlp_factor) : value);
     }
   }
 }

@@ -116,6 +116,7 @@ void Model::prepare() {
     if (layer.spec.mixes()) {
       products_before_attention(layer).prepare(layer, Slot::kQkv);
       later.prepare(layer, Slot::kOut);
+      if (layer.spec.has_two_mixers()) later.prepare(layer, Slot::kMixerOut);
     }
     if (layer.spec.num_experts > 0) {
       experts_.prepare(layer, (int)later.tokens().size());
@@ -204,11 +205,8 @@ void Model::run_layer(Worker& worker, const Layer& layer) {
     LayerProducts& before = products_before_attention(layer);
     if (before.tokens().empty()) return;
     attention_.project(worker, layer, before);
-    if (layer.spec.recurs()) {
-      recurrent_.mix(worker, layer);
-    } else {
-      attention_.attend(worker, layer);
-    }
+    if (layer.spec.attends()) attention_.attend(worker, layer);
+    if (layer.spec.recurs()) recurrent_.mix(worker, layer);
     group_.meet(worker);
   }
   LayerProducts& products = products_after_attention(layer);

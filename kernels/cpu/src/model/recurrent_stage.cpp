@@ -150,7 +150,8 @@ void RecurrentStage::set_durations(const Layer& layer, int token) const {
   const float* given = inputs_of(layer, token) + layer.spec.channels;
   float* gates = buffers_.gates.row(token);
   for (int head = 0; head < heads; ++head) {
-    const double duration = softplus((double)given[head] + layer.recurrent.decay_biases[head]);
+    const double given_duration = (double)given[head] * layer.spec.duration_factor;
+    const double duration = softplus(given_duration + layer.recurrent.decay_biases[head]);
     gates[head] = (float)duration;
     gates[heads + head] = (float)std::exp(duration * layer.recurrent.decay_rates[head]);
   }
@@ -262,7 +263,7 @@ void RecurrentStage::learn(const Layer& layer, int seq, int head, int block) con
   for (int token = tokens.begin; token < tokens.end; ++token) {
     const float *row = buffers_.mixed.row(token), *gates = buffers_.gates.row(token);
     learn_token(state, dim, row + key_head * dim, row + keys + key_head * dim, row + 2 * keys + column, gates[head],
-                gates[spec.value_heads + head], buffers_.attended.row(token) + column);
+                gates[spec.value_heads + head], output_row(layer, token) + column);
     if (save < tokens.end_save && plan.state_saves[2 * save] == token) {
       std::copy_n(state, size, columns_of(plan.state_saves[2 * save++ + 1]));
     }
@@ -296,7 +297,7 @@ void RecurrentStage::scan(const Layer& layer, int seq, int head, int block) cons
     Floats value[kVectors];
     for (int v = 0; v < kVectors; ++v) value[v] = load(row + column + v * kLanes) * broadcast(gates[head]);
     add_token<kVectors>(state, rows, read, write, value, gates[spec.value_heads + head],
-                        buffers_.attended.row(token) + column);
+                        output_row(layer, token) + column);
     if (save < tokens.end_save && plan.state_saves[2 * save] == token) {
       std::copy_n(state, size, columns_of(plan.state_saves[2 * save++ + 1]));
     }
@@ -307,13 +308,18 @@ void RecurrentStage::scan(const Layer& layer, int seq, int head, int block) cons
 void RecurrentStage::gate_group(const Layer& layer, int token, int group) const {
   const LayerSpec& spec = layer.spec;
   const int heads = spec.value_heads / spec.key_heads, width = heads * spec.value_dim, first = group * width;
-  float* row = buffers_.attended.row(token);
-  const float *values = buffers_.mixed.row(token), *gates = buffers_.qkv.row(token);
+  float* row = output_row(layer, token);
+  const float *values = buffers_.mixed.row(token), *gates = input_row(layer, token);
   for (int c = first; c < first + width; c += kLanes) {
     const Floats skip = broadcast(layer.recurrent.skips[c / spec.value_dim]);
-    store(row + c, fma(skip, load(values + c), load(row + c)) * silu(load(gates + c)));
+    const Floats gate = silu(load(gates + c) * broadcast(spec.state_gate_factor));
+    store(row + c, fma(skip, load(values + c), load(row + c)) * gate);
   }
-  rms_norm(row + first, layer.recurrent.norm.data() + first, width, width, spec.head_norm_eps, row + first);
+  if (const Buffer<float>& norm = layer.recurrent.norm; norm.count()) {
+    rms_norm(row + first, norm.data() + first, width, width, spec.head_norm_eps, row + first);
+  }
+  const Floats factor = broadcast(spec.mixer_factor);
+  for (int c = first; spec.mixer_factor != 1 && c < first + width; c += kLanes) store(row + c, load(row + c) * factor);
   // A wider layer may have left numbers behind the last channel.
   if (first + width == spec.mixed()) std::fill(row + spec.mixed(), row + round_up(spec.mixed(), kPanel), 0.f);
 }
@@ -321,8 +327,8 @@ void RecurrentStage::gate_group(const Layer& layer, int token, int group) const 
 // Norms what a value head has found for a token, and gates it.
 void RecurrentStage::gate_head(const Layer& layer, int token, int head) const {
   const LayerSpec& spec = layer.spec;
-  float* found = buffers_.attended.row(token) + head * spec.value_dim;
-  const float* gate = buffers_.qkv.row(token) + spec.channels + head * spec.value_dim;
+  float* found = output_row(layer, token) + head * spec.value_dim;
+  const float* gate = input_row(layer, token) + spec.channels + head * spec.value_dim;
   rms_norm(found, layer.recurrent.norm.data(), spec.value_dim, spec.value_dim, spec.head_norm_eps, found);
   for (int c = 0; c < spec.value_dim; c += kLanes) store(found + c, load(found + c) * silu(load(gate + c)));
 }
@@ -347,8 +353,8 @@ void RecurrentStage::mix_short(const Layer& layer, int seq, int first, int count
   int save = tokens.first_save;
   for (int token = tokens.begin; token < tokens.end; ++token) {
     const int at = token - tokens.begin;  // the oldest input of this token lies at `at % taps`
-    const float *row = buffers_.qkv.row(token) + first, *values = row + 2 * channels;
-    float *own = inputs[(at + known) % taps], *out = buffers_.attended.row(token);
+    const float *row = input_row(layer, token) + first, *values = row + 2 * channels;
+    float *own = inputs[(at + known) % taps], *out = output_row(layer, token);
     for (int c = 0; c < count; c += kLanes) {
       store(own + c, load(row + c) * load(values + c));
       Floats total = load(bias + first + c);

@@ -43,6 +43,11 @@ class RecurrentStage {
 
   // What is convolved of a token.
   float* inputs_of(const Layer& layer, int token) const { return buffers_.qkv.row(token) + layer.spec.first_channel(); }
+  // All inputs of a token, and its outputs.
+  float* input_row(const Layer& layer, int token) const { return buffers_.qkv.row(token) + layer.spec.first_input(); }
+  float* output_row(const Layer& layer, int token) const {
+    return buffers_.attended.row(token) + layer.spec.first_output();
+  }
 
   void mix_states(Worker& worker, const Layer& layer);
   void set_durations(const Layer& layer, int token) const;

@@ -41,12 +41,12 @@ inline void add_scaled(const float* values, float scale, int count, float* sum) 
 }
 
 struct StepBuffers {
-  RowBuffer hidden;    // by token: the residual stream
-  RowBuffer qkv;       // by token: queries, keys, values, or a recurrent mixer's inputs. A rank has those of its heads.
-  RowBuffer joint;     // by token: the same of all ranks. Only for norms over the heads of all ranks.
-  RowBuffer attended;  // by token: the output of the attention, or of a recurrent mixer
+  RowBuffer hidden;  // by token: the residual stream
+  RowBuffer qkv;     // by token: queries, keys, values, and a recurrent mixer's inputs. A rank has those of its heads.
+  RowBuffer joint;   // by token: the same of all ranks. Only for norms over the heads of all ranks.
+  RowBuffer attended;  // by token: the output of the attention, and that of a recurrent mixer
   RowBuffer mixed;     // by token: what the convolution before states returns
-  RowBuffer gates;     // by token: how far each value head learns, then what is left of its state
+  RowBuffer gates;     // by token: how far each value head learns, then what is left of its state; gates of heads
   RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
   RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
 
@@ -55,11 +55,14 @@ struct StepBuffers {
       : hidden(spec.hidden),
         qkv(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.projected(); })),
         joint(qkv.stride()),
-        attended(largest_of_layers(
-            spec, layers, [](const LayerSpec& layer) { return layer.recurs() ? layer.mixed() : layer.queries(); })),
+        attended(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.outputs(); })),
         mixed(largest_of_layers(spec, layers,
                                 [](const LayerSpec& layer) { return layer.has_states() ? layer.channels : 0; })),
-        gates(largest_of_layers(spec, layers, [](const LayerSpec& layer) { return 2 * layer.value_heads; })),
+        gates(largest_of_layers(spec, layers,
+                                [](const LayerSpec& layer) {
+                                  const int heads = layer.has_head_gates ? layer.num_heads : 0;
+                                  return std::max(2 * layer.value_heads, heads);
+                                })),
         gated(std::max(spec.token_size,
                        largest_of_layers(spec, layers, [](const LayerSpec& layer) { return layer.intermediate; }))),
         outputs(spec.hidden),

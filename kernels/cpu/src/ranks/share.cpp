@@ -41,7 +41,7 @@ Share::LayerShare Share::share_of(const Spec& spec, const LayerSpec& layer) {
   if (layer.recurs()) {
     // A model with recurrent layers has one rank.
     panels_of(Slot::kQkv).add(part_of(spec, panels_for(layer.projected())));
-    panels_of(Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
+    panels_of(layer.attends() ? Slot::kMixerOut : Slot::kOut).add(part_of(spec, panels_for(spec.hidden)));
   }
   if (spec.token_size > 0) {
     panels_of(Slot::kTokenGate).add(part_of(spec, panels_for(spec.token_size)));

@@ -44,11 +44,12 @@ enum class Slot : int {
   kMlpOut = 3,
   kTokenGate = 4,
   kTokenOut = 5,
-  kEmbedding = 6,
-  kHead = 7,
-  kTokenInputs = 8
+  kMixerOut = 6,
+  kEmbedding = 7,
+  kHead = 8,
+  kTokenInputs = 9
 };
-constexpr int kLayerSlots = 6;
+constexpr int kLayerSlots = 7;
 
 // The small tensors of a recurrent mixer, as penstock.gpu_node.model.checkpoint.recurrences describes them.
 struct RecurrentWeights {
@@ -57,7 +58,7 @@ struct RecurrentWeights {
   Buffer<float> gates;        // [2 * value_heads][hidden, padded to whole panels]: of learning, then of the decay
   Buffer<float> decay_rates, decay_biases;  // [value_heads]; of a state space these biases are those of durations
   Buffer<float> skips;                      // [value_heads] of a state space: the share of values that is added
-  Buffer<float> norm;                       // [value_dim]; of a state space [value_heads * value_dim]
+  Buffer<float> norm;                       // [value_dim]; of a state space [value_heads * value_dim], or empty
 };
 
 struct Layer {
@@ -70,13 +71,14 @@ struct Layer {
   Buffer<float> output_scale;    // one number, or empty: the factor of the hidden state behind the layer
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> sinks;           // [num_heads], or empty: a score of each head that has no value
+  Buffer<float> head_gates;      // [num_heads][hidden, padded to whole panels], or empty: gates of heads' outputs
   Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
   Buffer<float> router_bias;     // [num_experts], or empty: added to scores
   Buffer<float> choice_bias;     // [num_experts], or empty: added to shares to choose experts
   Buffer<float> shared_gate;     // [hidden, padded], or empty: of the weight of the experts that every token has
   RecurrentWeights recurrent;
-  // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values; of a recurrent mixer its
-  // inputs. Rows of kMlpIn: gate and up projections, interleaved by half panels,
+  // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values, then a recurrent mixer's
+  // inputs. kMixerOut: the second matrix of a recurrent mixer that stands beside attention. Rows of kMlpIn: gate and up projections, interleaved by half panels,
   // if the MLP is gated. The rows of all experts' matrices follow one another.
   std::array<Matrix, kLayerSlots> matrices;
 

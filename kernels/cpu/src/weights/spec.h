@@ -71,6 +71,10 @@ struct LayerSpec {
   int32_t token_activation;  // of the gate of tokens' own embeddings
   // Norms of the hidden state once the output of the attention or of the MLP is added. They replace it.
   int32_t has_attention_sum_norm, has_mlp_sum_norm;
+  int32_t has_head_gates;    // whether a number for each head, as a sigmoid, multiplies the head's output
+  // Factors of what the heads of the attention return, of a recurrent mixer's outputs, of a state space's gates and
+  // durations, of an MLP's gate before its activation, and of its outputs.
+  float attention_factor, mixer_factor, state_gate_factor, duration_factor, gate_factor, mlp_factor;
 
   int all_experts() const { return num_experts + shared_experts; }
   // Experts that are computed for a token.
@@ -79,6 +83,7 @@ struct LayerSpec {
   bool has_keys() const { return attends() && source == 0; }  // of its own
   bool recurs() const { return taps > 0; }
   bool mixes() const { return attends() || recurs(); }
+  bool has_two_mixers() const { return attends() && recurs(); }
   bool has_states() const { return value_heads > 0; }  // of value heads, behind the convolution
   int key_head_of(int head) const { return tiles_values ? head % key_heads : head / (value_heads / key_heads); }
   bool has_mlp() const { return intermediate > 0; }
@@ -89,14 +94,20 @@ struct LayerSpec {
   int query_rows() const { return num_heads * query_stride(); }
   // Outputs of a recurrent mixer.
   int mixed() const { return has_states() ? value_heads * value_dim : channels; }
-  // Where a recurrent mixer's inputs have what is convolved: a state space has its gates before that.
-  int first_channel() const { return is_state_space ? mixed() : 0; }
-  // Rows of the layer's first matrix.
-  int projected() const {
+  // Rows of the layer's first matrix for the attention. Those of a recurrent mixer follow.
+  int attention_rows() const { return query_rows() + (has_keys() ? 2 * keys() : 0); }
+  int recurrent_rows() const {
     if (is_state_space) return mixed() + channels + value_heads;
-    if (recurs()) return has_states() ? channels + mixed() : 3 * channels;
-    return query_rows() + (has_keys() ? 2 * keys() : 0);
+    return has_states() ? channels + mixed() : 3 * channels;
   }
+  int projected() const { return attention_rows() + (recurs() ? recurrent_rows() : 0); }
+  // Where a recurrent mixer's inputs begin, and where they have what is convolved: a state space has its gates before that.
+  int first_input() const { return attention_rows(); }
+  int first_channel() const { return first_input() + (is_state_space ? mixed() : 0); }
+  // Where a recurrent mixer's outputs begin: behind those of the attention, at a multiple of 32.
+  int first_output() const { return (queries() + 31) / 32 * 32; }
+  // Outputs of all mixers, with the padding between them.
+  int outputs() const { return recurs() ? first_output() + mixed() : queries(); }
   // Numbers of a state: the last inputs of the convolution, then a matrix [key_dim, value_dim] of each value head.
   size_t state_numbers() const {
     return recurs() ? (size_t)(taps - 1) * channels + (size_t)value_heads * key_dim * value_dim : 0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fixtures.random_families import FAMILIES, WHOLE_FAMILIES
+from fixtures.random_families import FAMILIES, RECURRENT_FAMILIES, WHOLE_FAMILIES
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of, needs_transformers
@@ -84,3 +84,55 @@ def test_phi_4_mini_turns_three_quarters_of_a_head_also_beyond_the_original_leng
 def test_gpt_2_heads_that_do_not_divide_its_width_are_named() -> None:
     with pytest.raises(ConfigError, match="n_embd is 64 but must be a multiple of n_head, which is 5"):
         _spec({"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_head": 5})
+
+
+def _falcon_h1(**changes: Any) -> dict[str, Any]:
+    return RECURRENT_FAMILIES["falcon h1"][1] | {"architectures": ["FalconH1ForCausalLM"]} | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"projectors_bias": True},
+        {"mamba_proj_bias": True},
+        {"mamba_rms_norm": True},
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ],
+    ids=str,
+)
+def test_what_the_family_of_falcon_h1_does_not_compute_is_left_to_transformers(changes: dict[str, Any]) -> None:
+    assert not needs_transformers(_falcon_h1())
+    assert needs_transformers(_falcon_h1(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers is .* but must have 5 numbers"),
+        ({"mlp_multipliers": [1.0, "two"]}, "mlp_multipliers is 'two' but must be a number"),
+        ({"ssm_in_multiplier": 0.0}, r"ssm_multipliers \(ssm_in_multiplier, ssm_out_multiplier\) have 0.0"),
+        ({"mlp_multipliers": [1.0, -1.0]}, r"mlp_multipliers\[1\] .* is -1.0 but must be a finite number above 0"),
+        ({"mamba_d_head": 17}, "mamba_d_head 17 times mamba_n_heads 6 must be mamba_d_ssm, 96"),
+        ({"time_step_limit": [0.1, 1.0]}, "only durations without limits are supported"),
+        ({"mamba_n_groups": 4}, "is 6 but must be a multiple of 4 groups"),
+    ],
+    ids=str,
+)
+def test_what_falcon_h1_cannot_be_is_named(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        _spec(_falcon_h1(**changes))
+
+
+def test_a_config_of_lfm3_without_kinds_and_ropes_has_those_of_transformers() -> None:
+    from transformers import Lfm3Config
+
+    known = Lfm3Config(num_hidden_layers=9, hidden_size=64, intermediate_size=96).to_dict()
+    config = {**known, "architectures": ["Lfm3ForCausalLM"]}
+    less = {name: value for name, value in config.items() if name not in ("layer_types", "rope_parameters")}
+    assert _spec(less) == _spec(config)
+    with pytest.raises(ConfigError, match=r"layer_types\[3\] is 'mamba', but this family has only conv"):
+        _spec({**config, "layer_types": ["conv"] * 3 + ["mamba"] + ["conv"] * 5})
+    with pytest.raises(ConfigError, match=r"rope_parameters has .* for layers of the kind full_attention"):
+        _spec({**config, "rope_parameters": {"sliding_attention": {"rope_type": "default"}}})

@@ -24,12 +24,30 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.source import open_model
 from penstock.gpu_node.model.loading.load import load_model
 
+EXACT_FACTORS = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.5, 0.25],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.25,
+    "ssm_in_multiplier": 2.0,
+    "ssm_out_multiplier": 0.25,
+    "ssm_multipliers": [0.25, 0.5, 1.0, 2.0, 0.5],
+}
+"""With others, the converter rounds the products of weights and factors."""
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen35", {"head_dim": 64}),
     "qwen3.5 moe": ("qwen35moe", {}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2 moe": ("lfm2moe", {}),
     "nemotron h moe": ("nemotron_h_moe", {}),
+    # A mixture in each layer: llama.cpp's Qwen3-Next has no other.
+    "qwen3 next": ("qwen3next", {"mlp_only_layers": []}),
+    "granite hybrid": ("granitehybrid", {}),
+    "granite hybrid moe": ("granitehybrid", {}),
+    "falcon h1": ("falcon-h1", EXACT_FACTORS),
+    "falcon h1 with norms": ("falcon-h1", EXACT_FACTORS),
 }
 """By family: the architecture that its GGUF files name, and settings of the folder."""
 TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 81)]
@@ -83,12 +101,20 @@ def test_the_kernels_keep_a_files_formats(made: Callable[..., tuple[Path, Path]]
     np.testing.assert_array_equal(np.concatenate(steps), got)
 
 
-def test_an_adapter_fits_a_file_whose_value_heads_are_tiled(
-    made: Callable[..., tuple[Path, Path]], tmp_path: Path
+ADAPTED = {
+    "qwen3.5": ("qkv", "in_proj_z", "out_proj", "k_proj", "down_proj"),
+    "qwen3 next": ("qkvz", "out_proj", "k_proj"),
+    "granite hybrid": ("q_proj", "k_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_of_the_folder_fits_the_file(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path, name: str
 ) -> None:
-    """Its rows and columns are in the folder's order."""
-    folder, gguf = made("qwen3.5")
-    base, parts = AutoModelForCausalLM.from_pretrained(folder), ("qkv", "in_proj_z", "out_proj", "k_proj", "down_proj")
+    """Its rows and columns are in the folder's order, and its tensors may hold what the file splits."""
+    folder, gguf = made(name)
+    base, parts = AutoModelForCausalLM.from_pretrained(folder), ADAPTED[name]
     adapter = make_adapter(tmp_path / "adapter", base, rank=4, seed=1, only=parts)
     adapted = []
     for model in (folder, gguf):
@@ -99,6 +125,15 @@ def test_an_adapter_fits_a_file_whose_value_heads_are_tiled(
         adapted += logits_of_step(loaded.runner, [(track, len(TOKEN_IDS))])
         assert error_of(adapted[-1], plain) > 0.01
     assert error_of(adapted[1], adapted[0]) < 2e-4
+
+
+def test_adapters_are_refused_where_the_file_lacks_the_factors(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, gguf = made("falcon h1")
+    adapter = make_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(folder))
+    with pytest.raises(ConfigError, match="adapters do not fit this file: the converter multiplies factors into"):
+        _runner(gguf, lora={"adapter": adapter}, max_loras=1)
 
 
 @pytest.mark.parametrize(

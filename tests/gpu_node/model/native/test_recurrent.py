@@ -12,13 +12,16 @@ from fakes.runners.runner_options import runner_options
 from fakes.transformers_logits import bfloat16_model, error_of, logits_of
 from fixtures.matrices import kept
 from fixtures.plans import Track, logits_alone, logits_of_step, tokens_of_step
+from fixtures.random_adapters import make_adapter, merge
 from fixtures.random_families import RECURRENT_FAMILIES
 from fixtures.sampling import rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.loading.load import load_model
+from penstock.gpu_node.model.loading.load import find_model, load_model
+from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.structs import Format
 
@@ -29,8 +32,12 @@ TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 131)]
 OTHER_IDS = TOKEN_IDS[::-1]
 
 NATIVE = tuple(RECURRENT_FAMILIES)
+ADAPTED = ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "w1", "w2")
 QUANTIZED = {"int8": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
-PRECISE = ("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight", "gate.weight")
+PRECISE = (
+    *("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"),
+    *("gate.weight", "g_proj.weight"),
+)
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -146,6 +153,28 @@ def test_a_step_may_be_repeated_from_the_slot_that_it_read(family: Family, load_
     for _ in range(3):
         track.done, track.read, track.state = 50, 0, 1
         np.testing.assert_array_equal(logits_of_step(runner, [(track, 7)])[0], want[50:57])
+
+
+@pytest.mark.parametrize("name", ["falcon h1", "lfm3"])
+def test_an_adapter_changes_both_mixers_and_gives_the_same_bits_in_parts(
+    family: Family, load_native: LoadNative, tmp_path: Path, name: str
+) -> None:
+    import torch
+
+    folder, ids = family(name, initializer_range=0.1), TOKEN_IDS
+    adapter = make_adapter(tmp_path / "adapter", bfloat16_model(folder, torch.float32), seed=1, only=ADAPTED)
+    merged = merge(bfloat16_model(folder, torch.float32), adapter)
+    want = logits_of(merged, ids)
+    theirs = logits_of(merged.to(torch.bfloat16), ids)
+    runner = load_native(folder, state_slots=NUM_SLOTS, max_loras=1)
+    spec = find_model(str(folder), runner_options(), lambda stage, done: None).described.spec
+    runner.set_adapter(0, AdapterLibrary(spec, {"adapter": adapter}, None, 16).find(AdapterRef(name="adapter")))
+    whole = Track(ids, range(1, 10), state=0, adapter=0)
+    got = logits_of_step(runner, [(whole, len(ids))])[0]
+    parts = Track(ids, range(11, 20), state=1, adapter=0)
+    found = [logits_of_step(runner, [(parts, count)])[0] for count in (33, 1, 2, 94)]
+    np.testing.assert_array_equal(np.concatenate(found), got)
+    assert error_of(got, want) <= error_of(theirs, want)
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -15,12 +15,14 @@ import torch
 from fakes.runners.runner_options import runner_options
 from fakes.transformers_logits import error_of
 from fixtures.plans import Track, logits_alone, logits_of_step, tokens_of_step
+from fixtures.random_adapters import make_adapter, merge
 from fixtures.random_families import RECURRENT_FAMILIES, make_family_model
 from fixtures.sampling import rows_of
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.loading.load import find_model, load_model
 
@@ -117,6 +119,30 @@ def test_ranks_are_refused(family: Family, name: str, setting: str) -> None:
     options = runner_options(runner="torch", num_kv_blocks=64, state_slots=2, **{setting: 2})
     with pytest.raises(ConfigError, match=f"{setting} 2: a model with recurrent layers.* is computed by one rank"):
         load_model(str(family(name)), options, lambda stage, done: None)
+
+
+ADAPTED = {
+    "falcon h1": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),
+    "lfm3": ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "w1", "w2"),
+    "granite hybrid": ("q_proj", "k_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
+    "qwen3 next": ("in_proj_qkvz", "out_proj", "q_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_is_as_merged_weights(family: Family, tmp_path: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(family(name), dtype=torch.float32)
+    adapter = make_adapter(tmp_path / "adapter", model, rank=4, seed=1, only=ADAPTED[name])
+    with torch.inference_mode():
+        want = merge(model, adapter)(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+    settings = {"num_kv_blocks": 64, "state_slots": 2, "max_num_seqs": 1, "lora": {"adapter": adapter}, "max_loras": 1}
+    options = runner_options(runner="torch", dtype="float32", **settings)
+    loaded = load_model(str(family(name)), options, lambda stage, done: None)
+    loaded.runner.set_adapter(0, loaded.adapters.find(AdapterRef(name="adapter")))
+    track = Track(TOKEN_IDS, range(1, 10), state=0, adapter=0)
+    found = [logits_of_step(loaded.runner, [(track, count)])[0] for count in (70, 1, 59)]
+    assert error_of(np.concatenate(found), want) < MAX_ERROR
+    assert error_of(want, _want(family(name), tuple(TOKEN_IDS))) > 0.01
 
 
 def test_the_text_part_of_a_model_with_images_is_read(family: Family, tmp_path: Path) -> None:
