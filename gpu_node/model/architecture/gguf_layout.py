@@ -15,9 +15,9 @@ _FUSED = ".shared_mlp.input_linear"
 def as_in_gguf(spec: ModelSpec) -> ModelSpec:
     """Return the spec of a model for the tensors of its GGUF file.
 
-    The converter adds the offset to the weights of norms, writes rates of decay in place of their logarithms, splits
-    what a tensor has of several kinds, and orders the value heads of a delta rule so that those of one key head lie
-    apart, except those of a tensor that it splits.
+    The converter adds the offset to the weights of norms, and writes rates of decay in place of their logarithms. It
+    splits tensors that hold several matrices. It orders the value heads of a delta rule so that those of one key head
+    lie apart, unless it splits the tensor that has them.
     """
     made = {layer: _layer(layer) for layer in spec.kinds}
     layers = tuple(made[layer] for layer in spec.layers)

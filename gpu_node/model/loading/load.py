@@ -342,8 +342,8 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
         "norms of values": any(one.value_norm for one in spec.attentions),
         "embeddings of tokens for each layer": spec.token_inputs is not None,
         "factors of layers' outputs": any(kind.output_scale is not None for kind in spec.kinds),
-        "factors of attention or MLP": any(one.output_factor != 1 for one in (*spec.attentions, *spec.mlps))
-        or any(mlp.gate_factor != 1 for mlp in spec.mlps),
+        "factors of heads": any(one.output_factor != 1 for one in spec.attentions),
+        "factors of MLPs": any((mlp.gate_factor, mlp.output_factor) != (1, 1) for mlp in spec.mlps),
         "output gates of attention": any(one.output_gate or one.head_gate for one in spec.attentions),
         "layers without attention or without an MLP": any(len(kind.matrices) < len(MATRICES) for kind in spec.kinds),
         "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),

@@ -163,9 +163,9 @@ def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:
     values = values_of(stored)
     heads: HeadWeights | ScanWeights | None = None
     if isinstance(found := values.heads, ScanValues):
-        arrays = found.duration_biases, found.decay_rates, found.skips
+        durations, rates, skips = map(torch.from_numpy, (found.duration_biases, found.decay_rates, found.skips))
         norm = None if found.norm is None else torch.from_numpy(found.norm)
-        heads = ScanWeights(*map(torch.from_numpy, arrays), norm)
+        heads = ScanWeights(durations, rates, skips, norm)
     elif found is not None:
         arrays = found.gates, found.decay_rates, found.decay_biases, found.norm
         heads = HeadWeights(*map(torch.from_numpy, arrays))

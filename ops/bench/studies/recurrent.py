@@ -29,6 +29,7 @@ NUM_AT_ONCE, SHORT = 16, 64
 GOALS = {"prompt 512": 1.3, "prompt 4096": 1.3, "one stream": 1.1, "16 at once": 2.0}
 """What ours ÷ llama.cpp's must reach with AVX-512, in tokens per second."""
 _QWEN = {
+    "tie_word_embeddings": True,
     "vocab_size": 248_320,
     "hidden_size": 1024,
     "intermediate_size": 3584,
