@@ -25,10 +25,6 @@ from bench.machine import describe
 
 RESULTS = Path(__file__).parents[1] / "results" / "encoders.json"
 MAX_TOKENS = 256
-COMPARED = 1000
-"""Texts whose vectors are compared, of 1 to 400 words; all but the first 256 tokens are cut off."""
-PER_TURN = 1000
-"""Texts of a turn, of 20 to 254 words, which are tokens of their own."""
 BATCH = 32
 """Texts that sentence-transformers pads to one length, after it has sorted all of them by length."""
 OURS: Mapping[str, Mapping[str, str]] = {
@@ -122,18 +118,19 @@ def agreement(expected: Any, found: Any) -> dict[str, float]:
     return {"least_cosine": float((a * b).sum(1).min()), "rank_correlation": float(np.corrcoef(*ranks)[0, 1])}
 
 
-def measure(folder: Path, peer: str, num_threads: int, turns: int, given: Path) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace, given: Path) -> dict[str, Any]:
     """Return what each contestant gave."""
+    peer, num_threads, turns = options.peer, options.threads, options.turns
     import numpy as np
     import tokenizers
 
     counter = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     counter.no_truncation()
     counter.no_padding()
-    (given / "compared").write_text(json.dumps(texts_of(folder, COMPARED, 1, 400, 0)))
+    (given / "compared").write_text(json.dumps(texts_of(folder, options.compared, 1, 400, 0)))
     num_tokens = []
     for turn in range(turns):
-        texts = texts_of(folder, PER_TURN, 20, MAX_TOKENS - 2, 1 + turn)
+        texts = texts_of(folder, options.texts, 20, MAX_TOKENS - 2, 1 + turn)
         (given / f"turn{turn}").write_text(json.dumps(texts))
         num_tokens.append(sum(min(MAX_TOKENS, len(one.ids)) for one in counter.encode_batch(texts)))
     names = [*PEERS, *OURS]
@@ -145,7 +142,7 @@ def measure(folder: Path, peer: str, num_threads: int, turns: int, given: Path) 
         vectors = {}
         for name, one in contestants.items():
             one.turn("compared")
-            vectors[name] = np.fromfile(given / "vectors", "<f4").reshape(COMPARED, -1)
+            vectors[name] = np.fromfile(given / "vectors", "<f4").reshape(options.compared, -1)
             found[name] = agreement(vectors[REFERENCE], vectors[name])
         rates: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(turns):
@@ -157,7 +154,8 @@ def measure(folder: Path, peer: str, num_threads: int, turns: int, given: Path) 
             one.end()
     for name in names:
         found[name] |= {"tokens_per_s": rates[name], "median": statistics.median(rates[name])}
-    return {"machine": str(describe()["cpu"]), "threads": num_threads, "contestants": found}
+    sizes = {"threads": num_threads, "turns": turns, "texts": options.texts, "compared": options.compared}
+    return {"machine": str(describe()["cpu"]), **sizes, "contestants": found}
 
 
 def page_of(measured: Mapping[str, Any]) -> str:
@@ -167,11 +165,11 @@ def page_of(measured: Mapping[str, Any]) -> str:
     lines = [
         "# An encoder beside sentence-transformers",
         "",
-        f"`PYTHONPATH=ops python -m bench.studies.encoders` with all-MiniLM-L6-v2 on {measured['threads']} cores"
-        f" ({measured['machine']}).",
-        f"Each contestant embedded {PER_TURN:,} texts a turn, of 20 to 256 tokens, and they took turns; the rates are",
-        f"medians. Cosines are those of {COMPARED:,} texts of 1 to 400 words with sentence-transformers in float32,",
-        "and the rank correlation is that of the similarities of all pairs of them.",
+        "`PYTHONPATH=ops python -m bench.studies.encoders FOLDER --peer PYTHON` with all-MiniLM-L6-v2 on"
+        f" {measured['machine']}, {measured['threads']} cores.",
+        f"Each contestant embedded {measured['texts']:,} texts of 20 to 256 tokens in each of {measured['turns']}",
+        f"turns; the rates are medians. Cosines are those of {measured['compared']:,} texts of 1 to 400 words with",
+        "sentence-transformers in float32, and the rank correlation is that of the similarities of all pairs of them.",
         "",
         "| | tokens a second | of the best peer | least cosine | rank correlation |",
         "|---|---|---|---|---|",
@@ -189,6 +187,8 @@ def main() -> None:
     parser.add_argument("--peer", default=sys.executable)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--texts", type=int, default=1000, help="texts of a turn")
+    parser.add_argument("--compared", type=int, default=1000, help="texts whose vectors are compared")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--serve")
     parser.add_argument("--given", type=Path)
@@ -197,7 +197,7 @@ def main() -> None:
         serve(options.serve, options.folder, options.threads, options.given)
         return
     with tempfile.TemporaryDirectory() as given:
-        measured = measure(options.folder, options.peer, options.threads, options.turns, Path(given))
+        measured = measure(options.folder, options, Path(given))
     options.out.write_text(json.dumps(measured, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(page_of(measured))
     print(page_of(measured))
