@@ -9,8 +9,9 @@ import numpy as np
 
 from penstock.gpu_node.model.architecture.rank_part import RankPart
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
+from penstock.gpu_node.model.checkpoint.stored_layer import StoredLayer, StoredLinear
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 
 
 class RankTensors(DecoderTensors):

@@ -103,6 +103,8 @@ def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> in
         for layer in spec.layers
         if (own := layer.own_keys) is not None
     )
+
+
 _FACTORS = (
     *("attention_factor", "mixer_factor", "state_gate_factor"),
     *("duration_factor", "gate_factor", "mlp_factor"),
