@@ -268,7 +268,7 @@ FAULTS: Mapping[str, Fault] = {
         hold_s=150.0,
     ),
     "slow_node": Fault(
-        _nothing, "", said=(), alerts=("PenstockSlowNode",), hold_s=140.0, num_tokens=4000, slow_step_s=6 * STEP_S
+        _nothing, "", said=(), alerts=("PenstockSlowNode",), hold_s=140.0, num_tokens=4000, slow_step_s=2.5 * STEP_S
     ),
 }
 
