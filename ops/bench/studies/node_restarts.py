@@ -1,9 +1,10 @@
 """Streams through the end of one of two nodes: `python -m bench.studies.node_restarts --fault stop --tenants 1`.
 
 Two nodes with the demo model, each on a core of its own, answer streams of 400 tokens, and each takes half of them: the
-other one is held meanwhile. When each stream has `--at` tokens, one node is stopped (SIGTERM) or killed (SIGKILL). Printed are: seconds until then; the median and the longest
-pause of the streams that paused, and how many did; the median and the last end after the fault; how long the remaining
-node takes for the tokens of the paused streams as prompts alone; a hash of the texts, which is the same in all runs.
+other one is held meanwhile. When each stream has `--at` tokens, one node is stopped (SIGTERM) or killed (SIGKILL).
+Printed are: seconds until then; the median and the longest pause of the streams that paused, and how many did; the
+median and the last end after the fault; how long the remaining node takes for the tokens of the paused streams as
+prompts alone; a hash of the texts, which is the same in all runs.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from bench.queue_cost.processes import child
 from fixtures.tiny_model import make_tiny_model
 
+from bench.queue_cost.processes import child
 from penstock import AsyncClient
 from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--drain-s", type=float, default=20.0, help="the nodes' setting drain_s")
-    parser.add_argument("--timed", action="store_true", help="a tiny model whose steps take a modelled time")
+    parser.add_argument("--timed", type=float, metavar="SCALE", help="a tiny model whose steps take a modelled time")
     parser.add_argument("--at", type=int, default=60, help="tokens of each stream before the fault")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -129,8 +130,9 @@ def main() -> None:
         env |= {"PENSTOCK_NODE_DRAIN_S": str(options.drain_s)}
         if options.timed:
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            argv = ("bench.studies.timed_node", str(make_tiny_model(folder / "tiny")), url)
+            argv = ("bench.studies.timed_node", str(make_tiny_model(folder / "tiny")), url, str(options.timed))
             env |= {"PENSTOCK_NODE_NUM_THREADS": "1"}
+            env |= {"PENSTOCK_NODE_MAX_PREFILL_MS_BESIDE_DECODE": str(30 * options.timed)}
         cores, pids = sorted(os.sched_getaffinity(0)), []
         for core in cores[:2]:
             os.sched_setaffinity(0, {core})  # a node inherits its core

@@ -1,7 +1,7 @@
 """A node whose steps take a modelled time, so that a study's figures hardly depend on the machine's load.
 
 Scheduler, cache, tokens and queue are the real ones; only the runner sleeps until a step of that many rows and prompt
-tokens would be over: `python -m bench.studies.timed_node MODEL REDIS_URL`.
+tokens would be over: `python -m bench.studies.timed_node MODEL REDIS_URL SCALE`. SCALE multiplies all times.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class TimedHandle:
 
 def main() -> None:
     """Serve a model until SIGTERM."""
+    model, redis_url, scale = sys.argv[1:]
     submit = NativeRunner.submit
 
     def timed(self: NativeRunner, plan: StepPlan) -> StepHandle:
-        return TimedHandle(submit(self, plan), step_ms(plan))
+        return TimedHandle(submit(self, plan), float(scale) * step_ms(plan))
 
     NativeRunner.submit = timed  # type: ignore[method-assign]
-    model, redis_url = sys.argv[1:]
     asyncio.run(run_node(NodeSettings.load(model=model, redis_url=redis_url)))
 
 
