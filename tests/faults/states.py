@@ -41,10 +41,12 @@ BEFORE_S = 3.0
 PATIENCE_S = 240.0
 RESTART_S = 0.5
 """Interval at which a supervisor looks at its node."""
-FLOOD_PER_S = 20
-FLOOD_TOKENS = 40
-"""Completions of an overload, and the length of each. Long steps keep the work of this machine small beside it: a slow
-machine would be another fault."""
+FLOOD_CLIENTS = 240
+FLOOD_TOKENS = 20
+FLOOD_RETRY_S = 4.0
+"""An overload: clients that always have a request, and come back so long after a refusal. So it is one on a slow
+machine too. Long steps keep the work of this machine small. Most of the node's slots are theirs, not those of streams.
+"""
 AFTER_S = 15.0
 """How long alerts are watched after a fault was mended."""
 NODE: Mapping[str, Any] = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000, "max_wait_ms": 6000}
@@ -214,22 +216,24 @@ def _fail_over(staged: Staged) -> Mend:
 
 
 def _overload(staged: Staged) -> Mend:
-    """Send several times as many completions as the node completes in the longest wait that admission allows."""
+    """Let more clients ask than the node has slots, and places in the longest wait that admission allows."""
     body = {"model": POOL, "prompt": "more", "max_tokens": FLOOD_TOKENS}
     is_over = threading.Event()
 
     async def ask(http: httpx.AsyncClient) -> None:
-        # It waits for its turn, however long: a time-out of one would end the flood.
-        answer = await http.post("/v1/completions", json=body, timeout=None)
-        if answer.is_error:
-            _count(staged.answers, f"{answer.status_code} {answer.json()['error']['code']}")
+        while not is_over.is_set():
+            # It waits for its turn, however long: a time-out of one would end the flood.
+            answer = await http.post("/v1/completions", json=body, timeout=None)
+            if answer.is_error:
+                _count(staged.answers, f"{answer.status_code} {answer.json()['error']['code']}")
+                await asyncio.sleep(FLOOD_RETRY_S)
 
     async def flood() -> None:
         async with http_client() as http, asyncio.TaskGroup() as group:
             http.base_url = httpx.URL(staged.gateway.url)
-            while not is_over.is_set():
+            for _ in range(FLOOD_CLIENTS):
                 group.create_task(ask(http))
-                await asyncio.sleep(1 / FLOOD_PER_S)
+                await asyncio.sleep(FLOOD_RETRY_S / FLOOD_CLIENTS)
 
     thread = threading.Thread(target=lambda: asyncio.run(flood()))
     thread.start()
@@ -283,9 +287,8 @@ FAULTS: Mapping[str, Fault] = {
         said=("answer", "log"),
         alerts=("PenstockBacklog", "PenstockCallersRefused", "PenstockPoolRefuses"),
         hold_s=130.0,
-        max_num_seqs=16,
-        num_tokens=NUM_TOKENS // 5,
-        step_s=5 * STEP_S,
+        num_tokens=NUM_TOKENS // 20,
+        step_s=20 * STEP_S,
     ),
     "no_node": Fault(
         _end_node,
