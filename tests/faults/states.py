@@ -41,8 +41,8 @@ BEFORE_S = 3.0
 PATIENCE_S = 240.0
 RESTART_S = 0.5
 """Interval at which a supervisor looks at its node."""
-FLOOD_CLIENTS = 240
-FLOOD_TOKENS = 20
+FLOOD_CLIENTS = 200
+FLOOD_TOKENS = 60
 FLOOD_RETRY_S = 4.0
 """An overload: clients that always have a request, and come back so long after a refusal. So it is one on a slow
 machine too. Long steps keep the work of this machine small. Most of the node's slots are theirs, not those of streams.
@@ -287,8 +287,9 @@ FAULTS: Mapping[str, Fault] = {
         said=("answer", "log"),
         alerts=("PenstockBacklog", "PenstockCallersRefused", "PenstockPoolRefuses"),
         hold_s=130.0,
-        num_tokens=NUM_TOKENS // 20,
-        step_s=20 * STEP_S,
+        max_num_seqs=48,
+        num_tokens=NUM_TOKENS // 5,
+        step_s=5 * STEP_S,
     ),
     "no_node": Fault(
         _end_node,
