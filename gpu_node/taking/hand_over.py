@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ ENDS_SOON_S = 1.0
 """A job that will probably end within this time ends here: elsewhere its computation again would take as long."""
 FIRST_MOVE_S = 0.5
 """Seconds that a move is expected to take before one is over."""
+RECENT_S = 0.5
+"""Time over which the pace of a token is measured: with each job that leaves, the others become faster."""
 NEWEST_MOVE = 0.25
 """Weight of the last move in the mean of their times."""
 NO_ROOM_S = 0.5
@@ -63,6 +66,8 @@ class HandOver:
         self._refused: set[str] = set()
         """The jobs that no other node had room for lately."""
         self._mean_move_s = FIRST_MOVE_S
+        self._token_counts: deque[tuple[float, dict[str, int]]] = deque()
+        """Moments of the last RECENT_S, and the tokens that each job here had then."""
 
     async def run(self, ends_s: float, is_over: asyncio.Event) -> None:
         """Hand jobs over until the drain is over, which is at `ends_s` of the monotonic clock at the latest."""
@@ -105,7 +110,7 @@ class HandOver:
     def _next(self, now_s: float, left_s: float) -> list[HeldJob]:
         """Return the jobs to hand over now, in order. `left_s`: seconds until the end of the drain."""
         held = [job for job in self._held_jobs if job.is_in_engine and job.outcome is None]
-        token_s = _token_s(held, now_s)
+        token_s = self._recent_token_s(held, now_s) or _token_s(held, now_s)
         needed_s = {
             job.job_id: token_s * self._held_jobs.tokens_left(job)
             for job in held
@@ -118,6 +123,17 @@ class HandOver:
         num_at_once = min(MAX_MOVING, max(1, math.ceil(move_s * len(leaving) / max(left_s, LOOK_S))))
         leaving.sort(key=lambda job: (job.taken.is_background, -needed_s[job.job_id]))
         return leaving[: max(0, num_at_once - len(self._moving))]
+
+    def _recent_token_s(self, jobs: Sequence[HeldJob], now_s: float) -> float | None:
+        """Return the mean seconds between two tokens of a choice lately; None before it is known."""
+        counts = {job.job_id: job.num_new_tokens for job in jobs}
+        self._token_counts.append((now_s, counts))
+        while len(self._token_counts) > 1 and self._token_counts[1][0] <= now_s - RECENT_S:
+            self._token_counts.popleft()
+        began_s, before = self._token_counts[0]
+        stayed = [job for job in jobs if job.job_id in before]
+        num_tokens = sum((counts[job.job_id] - before[job.job_id]) / job.params.n for job in stayed)
+        return (now_s - began_s) * len(stayed) / num_tokens if num_tokens and now_s - began_s >= RECENT_S else None
 
 
 def _token_s(jobs: Sequence[HeldJob], now_s: float) -> float:

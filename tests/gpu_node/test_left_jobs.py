@@ -1,4 +1,4 @@
-"""A node takes what it left for another one that makes no use of it, within a tenth of a second."""
+"""A node takes what it left for another one that makes no use of it, a tenth of a second later than alone at most."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from penstock.gpu_node.node import Node
 from penstock.queue import keys
 
 SIZE = 8
-WITHIN_MS = 100.0
+LATER_MS = 100.0
+NUM_ALONE = 5
 MAX_TRIES = 20
 """One is enough: at others this machine may have been busy."""
 
@@ -76,30 +77,37 @@ async def begin_elsewhere(queue: Queue, helper: FakeNode) -> list[str]:
     return begun
 
 
+async def burst_ms(queue: Queue, node: Node, helper: FakeNode | None = None) -> float:
+    """Run a burst, of jobs that have begun where a helper is given. Return when the node had all of it."""
+    if helper is not None:
+        job_ids = await begin_elsewhere(queue, helper)
+    else:
+        params = SamplingParams(max_tokens=2000)
+        job_ids = list(await asyncio.gather(*(queue.submit(params=params) for _ in range(SIZE))))
+    waited_ms = await ms_until_held(queue.redis, node, job_ids)
+    async with asyncio.timeout(PATIENCE_S):
+        # A job that the other node gave back may come late.
+        while held := [job.job_id for job in node.held_jobs]:
+            await asyncio.gather(*(queue.producer.cancel(job_id, TENANT) for job_id in held))
+            await asyncio.sleep(0.02)
+    return waited_ms
+
+
 @pytest.mark.parametrize("why", ["hangs", "has no doorbell", "lacks the adapter", "has another revision"])
 async def test_what_is_left_for_a_node_that_makes_no_use_of_it_is_taken_soon(
     redis_url: str, redis: Redis, why: str
 ) -> None:
     queue, engine, waits_ms = Queue(redis), ReferenceEngine(step_s=0.005), list[float]()
     async with running_node(redis_url, engine, pool=POOL, lease_ms=LEASE_MS) as node:
+        limit_ms = LATER_MS + min([await burst_ms(queue, node) for _ in range(NUM_ALONE)])
         other = await joined(redis, "other", engine, "r2" if "revision" in why else engine.revision, redis_url)
         helper = await joined(redis, "helper", engine, engine.revision, redis_url) if "revision" in why else None
         uses = {"has no doorbell": poll, "lacks the adapter": refuse}.get(why)
         using = asyncio.create_task(uses(other)) if uses else None
-        while len(waits_ms) < MAX_TRIES and min(waits_ms, default=WITHIN_MS) >= WITHIN_MS:
-            if helper is not None:
-                job_ids = await begin_elsewhere(queue, helper)
-            else:
-                params = SamplingParams(max_tokens=2000)
-                job_ids = list(await asyncio.gather(*(queue.submit(params=params) for _ in range(SIZE))))
-            waits_ms.append(await ms_until_held(redis, node, job_ids))
-            async with asyncio.timeout(PATIENCE_S):
-                # A job that the other node gave back may come late.
-                while held := [job.job_id for job in node.held_jobs]:
-                    await asyncio.gather(*(queue.producer.cancel(job_id, TENANT) for job_id in held))
-                    await asyncio.sleep(0.02)
+        while len(waits_ms) < MAX_TRIES and min(waits_ms, default=limit_ms) >= limit_ms:
+            waits_ms.append(await burst_ms(queue, node, helper))
         if using is not None:
             using.cancel()
             with suppress(asyncio.CancelledError):
                 await using
-    assert min(waits_ms) < WITHIN_MS, waits_ms
+    assert min(waits_ms) < limit_ms, waits_ms

@@ -289,9 +289,7 @@ async def test_a_stopping_node_hands_its_streams_over_one_by_one_while_the_other
     assert await audit(AdminBroker(redis), POOL) == []
 
 
-async def test_a_stopping_node_keeps_streams_that_end_within_its_drain(
-    redis_url: str, broker: ProducerBroker
-) -> None:
+async def test_a_stopping_node_keeps_streams_that_end_within_its_drain(redis_url: str, broker: ProducerBroker) -> None:
     short, long, next_engine = new_job(max_tokens=400), new_job(max_tokens=4000), ReferenceEngine(step_s=0.001)
     async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=30) as node:
         for job in (short, long):
