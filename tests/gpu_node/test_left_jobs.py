@@ -1,4 +1,8 @@
-"""A node takes what it left for another one that makes no use of it, a tenth of a second later than alone at most."""
+"""A node soon takes what it left for another one that makes no use of it: `pytest -s` prints the milliseconds.
+
+On an idle machine they are below a tenth of a second. The limit here is half of the interval at which a node looks for
+jobs anyway.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,8 @@ from penstock.gpu_node.node import Node
 from penstock.queue import keys
 
 SIZE = 8
-LATER_MS = 100.0
-NUM_ALONE = 5
-MAX_TRIES = 20
+WITHIN_MS = 500.0
+NUM_TRIES, MAX_TRIES = 5, 20
 """One is enough: at others this machine may have been busy."""
 
 
@@ -99,15 +102,15 @@ async def test_what_is_left_for_a_node_that_makes_no_use_of_it_is_taken_soon(
 ) -> None:
     queue, engine, waits_ms = Queue(redis), ReferenceEngine(step_s=0.005), list[float]()
     async with running_node(redis_url, engine, pool=POOL, lease_ms=LEASE_MS) as node:
-        limit_ms = LATER_MS + min([await burst_ms(queue, node) for _ in range(NUM_ALONE)])
         other = await joined(redis, "other", engine, "r2" if "revision" in why else engine.revision, redis_url)
         helper = await joined(redis, "helper", engine, engine.revision, redis_url) if "revision" in why else None
         uses = {"has no doorbell": poll, "lacks the adapter": refuse}.get(why)
         using = asyncio.create_task(uses(other)) if uses else None
-        while len(waits_ms) < MAX_TRIES and min(waits_ms, default=limit_ms) >= limit_ms:
+        while len(waits_ms) < NUM_TRIES or (len(waits_ms) < MAX_TRIES and min(waits_ms) >= WITHIN_MS):
             waits_ms.append(await burst_ms(queue, node, helper))
         if using is not None:
             using.cancel()
             with suppress(asyncio.CancelledError):
                 await using
-    assert min(waits_ms) < limit_ms, waits_ms
+    print(f"left for a node that {why}: {sorted(map(round, waits_ms))} ms")
+    assert min(waits_ms) < WITHIN_MS, waits_ms

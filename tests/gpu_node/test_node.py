@@ -308,20 +308,23 @@ async def test_a_stopping_node_keeps_streams_that_end_within_its_drain(redis_url
 async def test_streams_that_one_by_one_would_not_move_within_the_drain_move_several_at_a_time(
     redis_url: str, broker: ProducerBroker
 ) -> None:
-    jobs, drain_s = [new_job(max_tokens=2000) for _ in range(12)], 3.0
-    # A move takes a step of 0.5 s at least, so twelve in turn take 6 s.
+    jobs, slow_engine, drain_s = [new_job(max_tokens=4000) for _ in range(12)], ReferenceEngine(step_s=0.01), 20.0
+    slow_engine.holds_at = 0
     async with running(redis_url, ReferenceEngine(step_s=0.05), drain_s=drain_s) as node:
         for job in jobs:
             await broker.submit(Submission(job, 50))
         for job in jobs:
             await until(broker, job, lambda status: status.num_chunks > 2)
-        async with running(redis_url, ReferenceEngine(step_s=0.5)) as next_node:
+        async with running(redis_url, slow_engine) as next_node:
             node.stop()
+            # The first one gets no token, so it shows after a while that each move takes too long.
             async with asyncio.timeout(drain_s):
-                while len(next_node.held_jobs) < len(jobs):
+                while len(next_node.held_jobs) < 3:
                     await asyncio.sleep(0.01)
+            assert len(node.held_jobs) > 0, "the drain goes on"
             for job in jobs:
                 await broker.cancel(job.id, "default")
+            slow_engine.holds_at = None
 
 
 async def test_a_stopping_node_keeps_streams_that_no_other_node_has_room_for(
