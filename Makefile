@@ -40,13 +40,7 @@
 # WORKERS=4 runs the tests in so many processes, each with a Redis of its own. Six fill two cores: many tests wait.
 # VENV=/elsewhere puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter.
 
-# A Python that pyenv built takes a fifth more CPU time than the distribution's, because by default it omits
-# profile-guided optimization.
-IS_SLOW := import sys, sysconfig; sys.exit("pyenv" not in sys.base_prefix or "--enable-optimizations" in sysconfig.get_config_var("CONFIG_ARGS"))
-IS_COMPLETE := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
-ifndef PYTHON
-PYTHON := $(shell python3 -c '$(IS_SLOW)' 2> /dev/null && /usr/bin/python3 -c '$(IS_COMPLETE)' 2> /dev/null && echo /usr/bin/python3 || echo python3)
-endif
+PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 6
 # Tests that `make check` runs, so that `make test` need not.
@@ -234,7 +228,7 @@ build/wheels/.installed: ops/wheels/requirements.txt
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
-	@echo "Installing with $(PYTHON) into $(VENV), once; torch alone takes minutes where the line is slow."
+	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
 	@# Its `redis-server`, which clones had until November 2026, came before any other.
