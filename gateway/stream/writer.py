@@ -236,6 +236,9 @@ class EventWriter:
         self._has_failed = False
         self._body = body
         self._keep = keep
+        # Copies, because each event reads them: the objects behind `keep` would be fetched from memory for each.
+        self._is_kept = False
+        self._is_behind = keep is not None and keep.is_behind
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
@@ -244,13 +247,13 @@ class EventWriter:
     @property
     def is_ready(self) -> bool:
         """Whether `write_now` may be called: the response has begun, and the client keeps up."""
-        keep = self._keep
-        return self.started and self._body is not None and self._body.is_ready and (keep is None or not keep.num_behind)
+        return self.started and self._body is not None and self._body.is_ready and not self._is_behind
 
     async def begin(self) -> None:
         """Send the head of the response, unless it has begun."""
         if not self.started:
             self.started = True
+            self._is_kept = self._keep is not None and self._keep.is_kept
             await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
 
     def write_now(self, events: bytes, counter: int | None = 0) -> None:
@@ -258,13 +261,13 @@ class EventWriter:
         if self._body is None:
             raise InvariantError("this response has no direct body")
         self._silent = False
-        data, keep = self._framing.events(events), self._keep
+        data = self._framing.events(events)
         # An empty part would end a chunked body. Some framings have no bytes for some events.
-        if data and counter == 0 and keep is not None and keep.slot is not None:
+        if data and counter == 0 and self._is_kept:
             self._body.write(data, events)
         else:
-            if keep is not None and counter is not None:
-                keep.count(counter, events)
+            if counter is not None and self._keep is not None:
+                self._keep.count(counter, events)
             if data:
                 self._body.write(data)
         crash_points.point("after", "event")
@@ -279,6 +282,7 @@ class EventWriter:
             if counter is None:
                 return
             old, events = keep.split(counter, events)
+            self._is_behind = keep.is_behind
             if old:
                 self._framing.events(old)  # Its later bytes may depend on these.
             if not events:

@@ -25,9 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SITE = Path(__file__).parents[1] / "fakes/processes/armed_site"
 CHAT, WHOLE, MESSAGE, RESPONSE = CASES[0], CASES[2], CASES[6], CASES[8]
 AT_EACH_POINT = (
-    "between|ring and commit|25",
+    "before|count of a small part|25",
     "before|first byte of a takeover|1",
     "after|put|1",
+    "within|count of a small part|5",
+    "after|count of a small part|5",
     "after|event|2",
     "between|ring and commit|1",
 )
