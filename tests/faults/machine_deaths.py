@@ -1,7 +1,7 @@
 """`python -m faults.machine_deaths`: the machine of Redis dies under streams, again and again.
 
-A preloaded library notes what Redis synced (`faults.tools.machine_redis`). At each death Redis gets a SIGKILL, its files
-are cut to that, and what a server makes of them is compared with what readers were shown, before any node or client
+A preloaded library notes what Redis synced (`faults.tools.machine_redis`). At each death Redis gets a SIGKILL, and its
+files are cut to that. What a server makes of them is compared with what readers were shown, before any node or client
 repairs it. With the server dies one of two nodes, and the engine gives other tokens at each take.
 
 - `--token-durability fsync`: each chunk that a reader was shown is in the log.
