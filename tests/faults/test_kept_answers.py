@@ -172,3 +172,32 @@ def test_a_client_that_closes_while_no_gateway_runs_ends_its_job(redis_url: str,
             assert time.monotonic() < until_s + 120
             time.sleep(0.2)
         engine.may_go_on.set()
+
+
+def test_a_stream_goes_on_of_a_job_whose_output_is_refused_and_tried_again(redis_url: str, tmp_path: Path) -> None:
+    with (
+        gateway_with(redis_url, tmp_path) as (gateway, engine),
+        httpx.Client(base_url=gateway.url, timeout=300) as http,
+    ):
+        engine.waits_after = 30
+        engine.may_go_on.clear()
+        tries = {"max_attempts": 2, "retry_backoff_s": 0, "check_output": {"regex": "[0-9]+"}}
+        job_id = http.post("/v1/jobs", json={"prompt": TEXT, "params": {"max_tokens": 100}, **tries}).json()["id"]
+        with http.stream("GET", f"/v1/jobs/{job_id}/stream") as answer:
+            parts = answer.iter_bytes()
+            body = b""
+            while len(body) < 200:
+                body += next(parts)
+            gateway.kill()
+            gateway.wait_until_it_serves_again()
+            engine.may_go_on.set()
+            body += b"".join(parts)
+        chunks = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
+        assert [chunk["index"] for chunk in chunks] == [*range(len(chunks))]
+        assert "".join(chunk.get("text", "") for chunk in chunks) == TEXT[:100]
+        assert chunks[-1]["outcome"]["code"] == "output_rejected"
+        status = http.get(f"/v1/jobs/{job_id}").json()
+        assert (status["state"], status["retried_as"] != job_id) == ("failed", True)
+        # The stream of the job that took its place is one of its own.
+        again = http.get(f"/v1/jobs/{status['retried_as']}/stream").content
+        assert b"output_rejected" in again
