@@ -113,6 +113,25 @@ class KeptTransport(PlainTransport):
 class AnswerKeep:
     """The slot of one answer, from the record before its jobs are submitted to its last byte."""
 
+    __slots__ = (
+        "__weakref__",
+        "_behind",
+        "_connection",
+        "_cycle",
+        "_last",
+        "_newest",
+        "_on_first_bytes",
+        "_replayed",
+        "_send",
+        "_swallows_head",
+        "count",
+        "is_poisoned",
+        "num_behind",
+        "record",
+        "slot",
+        "was_within_event",
+    )
+
     def __init__(self, connection: KeptConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
         self._cycle = cycle

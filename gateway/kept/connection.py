@@ -144,6 +144,8 @@ def _received(control: socket.socket) -> tuple[bytes, int, int | None] | None:
 class KeptConnection:
     """One connection of a client. The keeper holds it from its first answer that is kept on."""
 
+    __slots__ = ("_is_ahead", "_keep", "_num_read", "_slot", "transport")
+
     def __init__(self, keep: Keep, transport: Any) -> None:
         self._keep = keep
         self.transport = transport

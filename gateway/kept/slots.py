@@ -64,6 +64,8 @@ PART_AT = 2
 SMALL_BYTES = (TURN_WORDS - PART_AT) * WORD_BYTES
 """The largest small part."""
 _TURNS_BYTES = 2 * TURN_WORDS * WORD_BYTES
+_COMMITS = tuple(struct.Struct(_COMMIT + _COUNTER * number) for number in range(MAX_COUNTERS + 2))
+"""By the number of counters: a stream of several jobs has one more than jobs."""
 _BYTES_READ = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 _HALF = SLOT_BYTES // 2
@@ -112,7 +114,6 @@ class AnswerSlot:
         "_first_word",
         "_highest",
         "_others",
-        "_pack",
         "_place",
         "_room",
         "_selector",
@@ -145,10 +146,9 @@ class AnswerSlot:
         self._reset(0, 1)
 
     def _reset(self, record_bytes: int, num_counters: int, *, has_checksums: bool = True) -> None:
-        self._commit = struct.Struct(_COMMIT + _COUNTER * num_counters)
+        self._commit = _COMMITS[num_counters]
         first = self._base + _FIXED.size
         self._commits = (first, first + self._commit.size)
-        self._pack = self._commit.pack_into
         self._selector, self._selector_at = 0, self._base + _SELECTOR
         self._start = self._used = self._committed = 0
         self.total = self.status = self.flags = 0
@@ -257,7 +257,7 @@ class AnswerSlot:
             self._highest = top
         self._selector = selector = 1 - self._selector
         at, flags = self._commits[selector], self.flags
-        self._pack(memory, at, total, self._start, self._place, self.status, flags, *self.counters)
+        self._commit.pack_into(memory, at, total, self._start, self._place, self.status, flags, *self.counters)
         memory[self._selector_at] = selector
         if self.checksum == NO_CHECKSUM:
             # The next small part begins here.
@@ -334,7 +334,7 @@ class AnswerSlot:
             raise ValueError(f"a slot of version {version}")
         if state != ANSWERING:
             return Left(version, state, bool(ahead), takeovers, b"", before, read)
-        commit = struct.Struct(_COMMIT + _COUNTER * num_counters)
+        commit = _COMMITS[num_counters]
         first = base + _FIXED.size
         record_at = first + 2 * commit.size
         total, start, at, status, flags, *counters = commit.unpack_from(memory, first + selector * commit.size)

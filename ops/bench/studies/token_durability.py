@@ -90,7 +90,8 @@ async def measure(url: str, setting: str, args: argparse.Namespace) -> dict[str,
 def show(setting: str, found: dict[str, Turns]) -> None:
     """Print a row for each level."""
     at_memory = found[MEMORY]
-    for level, turns in found.items():
+    for level in (level for level in LEVELS[setting] if level in found):
+        turns = found[level]
         ratio = median(ours / theirs for ours, theirs in zip(turns.tokens_per_s, at_memory.tokens_per_s, strict=True))
         p50, p99 = median(turns.first_ms), quantiles(turns.first_ms, n=100)[98]
         later = p50 - median(at_memory.first_ms)
