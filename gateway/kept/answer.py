@@ -24,10 +24,7 @@ from penstock.gateway.kept.slots import (
     MAX_COUNTERS,
     NO_CHECKSUM,
     NO_EVENTS,
-    PART_AT,
-    TURN_WORDS,
     WITHIN,
-    WORD_BYTES,
     AnswerSlot,
     Left,
 )
@@ -89,20 +86,8 @@ class KeptTransport(PlainTransport):
         self._answer = weakref.ref(answer)
 
     def write(self, data: bytes, events: bytes = b"") -> None:
-        """Note and write the answer's next bytes. `events`: those of the first job in them, which are counted.
-
-        This runs for each token. The slot's module says why it may be killed anywhere.
-        """
+        """Note and write the answer's next bytes. `events`: those of the first job in them, which are counted."""
         slot, transport = self._slot, self._transport
-        size = len(data)
-        if events and size <= slot.small and not transport.get_write_buffer_size():
-            slot.word = word = slot.word ^ TURN_WORDS
-            at, words = (word + PART_AT) * WORD_BYTES, slot.words
-            slot.memory[at : at + size] = data
-            words[word + 1] = slot.num_events = slot.num_events + len(events)
-            words[word] = slot.total = slot.total + size
-            transport.write(data)
-            return
         if events:
             slot.count(0, events)
         if not slot.put(data, transport.get_write_buffer_size()) and (answer := self._answer()) is not None:
@@ -171,6 +156,11 @@ class AnswerKeep:
         self._swallows_head = left.total > 0
         self.was_within_event = bool(left.flags & WITHIN)
         self._cycle.transport = KeptTransport(self._cycle.transport, slot, self)  # type: ignore[assignment]
+
+    @property
+    def transport(self) -> Any:
+        """The connection's transport, without the slot."""
+        return self._connection.transport
 
     @property
     def is_kept(self) -> bool:

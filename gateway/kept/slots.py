@@ -13,7 +13,7 @@ other place than the one that holds, and counts by the store of one byte. So the
 instruction. Where the connection has taken all earlier bytes, the ring begins anew, so a client that keeps up needs
 one page of memory. Otherwise the bytes that still wait move to the other half of the ring.
 
-Nearly all parts are one event of one job for a client that keeps up. Such a small part (`KeptTransport.write`) goes to
+Nearly all parts are one event of one job for a client that keeps up. Such a small part (`KeptBody.write`) goes to
 one of two places in turn. Two stores count it, of which the second one decides, because the place with more bytes of
 the answer holds, if these are more than the commit's. So the part before it is whole whenever the process is killed.
 The small parts of all slots lie side by side behind the slots: the addresses of the slots themselves compete for the
@@ -101,8 +101,7 @@ class Left:
 class AnswerSlot:
     """One slot, as the gateway that has its connection writes it.
 
-    The fields without an underscore, but `number` and `status`, are those of `KeptTransport.write`, which runs for each
-    token.
+    The fields without an underscore, but `number` and `status`, are those that `KeptBody.write` needs for each token.
     """
 
     __slots__ = (
@@ -315,6 +314,7 @@ class AnswerSlot:
         """Remove the texts of the answer from the memory."""
         memory, base = self.memory, self._base
         memory[base + _STATE] = state
+        self.small = 0
         # The state keeps its place in the first page; further pages go back to the system.
         if self._highest > base + _PAGE:
             memory.madvise(mmap.MADV_REMOVE, base + _PAGE, -(-(self._highest - base) // _PAGE) * _PAGE - _PAGE)

@@ -31,6 +31,7 @@ from penstock.gateway.kept.slots import (
     Slots,
     memory_bytes,
 )
+from penstock.gateway.stream.writer import KeptBody
 from penstock.runtime import crash_points
 from penstock.runtime.kept_sockets import counts_of
 
@@ -80,19 +81,25 @@ def memory() -> mmap.mmap:
     return mmap.mmap(-1, memory_bytes(2))
 
 
-def written(slot: AnswerSlot, connection: Connection, framed: bytes, events: bytes) -> None:
-    """Write a part of an answer as the gateway does."""
+def framed(event: bytes) -> bytes:
+    """Return a chunk of HTTP/1.1."""
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+class Never:
+    """An answer that need not be given up."""
+
+
+def written(slot: AnswerSlot, connection: Connection, event: bytes) -> None:
+    """Write an event of an answer as the gateway does."""
 
     def write(data: bytes) -> None:
         crash_points.point("between", "commit and write")
         connection.write(data)
 
-    transport = SimpleNamespace(get_write_buffer_size=lambda: len(connection.waiting), write=write)
-    KeptTransport(transport, slot, cast(Any, Never())).write(framed, events)
-
-
-class Never:
-    """An answer that need not be given up."""
+    transport: Any = SimpleNamespace(get_write_buffer_size=lambda: len(connection.waiting), write=write)
+    cycle: Any = SimpleNamespace(transport=KeptTransport(transport, slot, cast(Any, Never())), flow=None)
+    KeptBody(cycle, slot, transport).write(event, event)
 
 
 @pytest.mark.parametrize("dies_at", ["", "ring and commit", "store", "commit and write"])
@@ -112,10 +119,10 @@ def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypat
         try:
             for _ in range(num_parts):
                 event = random.randbytes(random.randint(1, size))
-                part = b"%x\r\n%b\r\n" % (len(event), event)
+                part = framed(event)
                 seen.append((len(sent + part), events + event))
                 is_small = 0 < slot.small >= len(part) and not connection.waiting
-                written(slot, connection, part, event)
+                written(slot, connection, event)
                 num_small += is_small
                 sent, events = sent + part, events + event
         except KilledError:
@@ -125,7 +132,7 @@ def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypat
         assert (left.state, left.record, left.num_before, left.num_read) == (ANSWERING, b"record", 7, 9)
         # The part at which the gateway was killed is counted whole, or not at all.
         events = dict(seen)[left.total]
-        sent = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces(seen, left.total))
+        sent = b"".join(map(framed, pieces(seen, left.total)))
         again = AnswerSlot(memory, turn % 2)
         again.continue_from(left)
         taken = bytes(connection.taken)
@@ -175,8 +182,8 @@ def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory, size)
     slot.begin(b"secret" * 50, 1, num_before=0, num_read=0, has_checksums=False)
     slot.put(b"head", 0)
     connection.take(4)
-    written(slot, connection, b"secret", b"secret")
-    assert slot.left().total == slot.total == 10
+    written(slot, connection, b"secret")
+    assert slot.left().total == slot.total == 4 + len(framed(b"secret"))
     slot.note(FINAL)
     slot.put(b"secret" * size, 0)
     assert slot.left().flags == FINAL
