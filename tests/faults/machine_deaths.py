@@ -36,7 +36,7 @@ from faults.tools.road import POOL, SETTINGS, connected
 from faults.tools.work import PROMPT, new_work
 
 from penstock.contract.durability import FSYNC, MEMORY
-from penstock.contract.errors import NotConfirmedError, PenstockError
+from penstock.contract.errors import NotConfirmedError, PenstockError, UnsupportedDurabilityError
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
 from penstock.runtime.event_loop import cancel_until_done
@@ -57,10 +57,12 @@ class Readers:
         self.counts = Counter[str]()
 
     async def read(self) -> None:
-        """Read until canceled."""
+        """Read until canceled. Raises UnsupportedDurabilityError."""
         while True:
             try:
                 await self._read_stream()
+            except UnsupportedDurabilityError:
+                raise
             except PenstockError as error:
                 self.counts[error.code] += 1
                 await asyncio.sleep(PAUSE_S)
@@ -129,6 +131,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         while len(lost_bytes) < args.deaths and time.monotonic() < until_s:
             shown = readers.counts["chunks"] + args.chunks
             while readers.counts["chunks"] < shown:
+                for task in tasks:
+                    if task.done():
+                        task.result()
                 await asyncio.sleep(PAUSE_S)
             await asyncio.sleep(random.uniform(0, 1))
             place = len(lost_bytes) % 2
