@@ -34,7 +34,7 @@ LEVELS: dict[str, Sequence[Durability]] = {
 
 
 @dataclass
-class Turns:
+class LevelRuns:
     """What the turns of one level gave."""
 
     tokens_per_s: list[float] = field(default_factory=list)
@@ -67,9 +67,9 @@ async def read(client: AsyncClient, level: Durability, num_tokens: int, first_ms
     return num_read
 
 
-async def measure(url: str, setting: str, args: argparse.Namespace) -> dict[str, Turns]:
+async def measure(url: str, setting: str, args: argparse.Namespace) -> dict[str, LevelRuns]:
     """Read streams at each level by turns. A level that Redis cannot give is left out."""
-    found: dict[str, Turns] = {}
+    found: dict[str, LevelRuns] = {}
     async with AsyncClient(url) as client:
         for turn in range(args.turns + 1):
             for level in list(LEVELS[setting])[:: -1 if turn % 2 else 1]:
@@ -81,13 +81,13 @@ async def measure(url: str, setting: str, args: argparse.Namespace) -> dict[str,
                 except UnsupportedDurabilityError:
                     continue
                 if turn:  # The first one opens connections and loads scripts.
-                    turns = found.setdefault(level, Turns())
+                    turns = found.setdefault(level, LevelRuns())
                     turns.tokens_per_s.append(num_tokens / (time.monotonic() - begun_s))
                     turns.first_ms += first_ms
     return found
 
 
-def show(setting: str, found: dict[str, Turns]) -> None:
+def show(setting: str, found: dict[str, LevelRuns]) -> None:
     """Print a row for each level."""
     at_memory = found[MEMORY]
     for level in (level for level in LEVELS[setting] if level in found):
