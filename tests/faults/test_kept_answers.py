@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from faults.gateway_kills import KeptGateway, num_jobs_of, started
+from faults.gateway_kills import STEP_S, KeptGateway, num_jobs_of, started
 from faults.tools.answers import CASES, TEXT, Answer, BrokenAnswerError, Case, Reader, same
 
 from penstock.gateway.kept.answer import MAX_TAKEOVERS
@@ -25,11 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SITE = Path(__file__).parents[1] / "fakes/processes/armed_site"
 CHAT, WHOLE, MESSAGE, RESPONSE = CASES[0], CASES[2], CASES[6], CASES[8]
 AT_EACH_POINT = (
-    "before|count of a small part|25",
+    "before|count of a small part|3",
     "before|first byte of a takeover|1",
     "after|put|1",
-    "within|count of a small part|5",
-    "after|count of a small part|5",
+    "within|count of a small part|2",
+    "after|count of a small part|2",
     "after|event|2",
     "between|ring and commit|1",
 )
@@ -92,6 +92,7 @@ def test_an_answer_is_whole_though_its_gateways_are_killed_at_each_point(
     with gateway_with(redis_url, tmp_path, ";".join(faults)) as (gateway, engine):
         before = num_jobs_of(gateway.url)
         if case.body.get("stream"):
+            engine.step_s = STEP_S  # Faster, a chunk has many tokens, and the answer fewer parts than there are points.
             engine.may_go_on.clear()
         ended = threading.Event()
         held = threading.Thread(target=hold_back, args=(engine, counted, ended))
