@@ -60,8 +60,8 @@ class RowSink(Protocol):
         """Whether what was added is to be stored before more is added."""
 
     @property
-    def is_due(self) -> bool:
-        """Whether what was added is to be stored now."""
+    def due_in_s(self) -> float | None:
+        """Seconds until what was added is to be stored; 0: now, None: nothing was added."""
 
     def add(self, row: FinishedRow) -> None:
         """Add a row. It is not called while `store` runs."""
@@ -110,7 +110,7 @@ class RowRun:
     async def answer_all(self) -> None:
         """Answer all rows. Return when all are stored, or when the source has stopped."""
         waiting, is_read = deque[InputRow](), False
-        while not is_read or waiting or self.is_busy:
+        while True:
             window = await self._source.window()
             if self._source.stopped:
                 return
@@ -124,6 +124,8 @@ class RowRun:
                 if not found:
                     is_read = not self._source.has_more
                     break
+            if is_read and not waiting and not self.is_busy:
+                break
             while waiting and self._has_room(window):
                 self.begin(waiting.popleft())
             await self.collect()
@@ -157,7 +159,10 @@ class RowRun:
 
     async def collect(self) -> None:
         """Wait shortly for finished rows, hand them to the sink, and let it store what is due."""
-        tick = asyncio.get_running_loop().call_later(_TICK_S, self._changed.set)
+        is_storing = self._storing is not None and not self._storing.done()
+        due_in_s = None if is_storing else self._sink.due_in_s
+        pause_s = _TICK_S if due_in_s is None else min(_TICK_S, due_in_s)
+        tick = asyncio.get_running_loop().call_later(pause_s, self._changed.set)
         await self._changed.wait()
         tick.cancel()
         self._changed.clear()
@@ -167,7 +172,7 @@ class RowRun:
             return
         await self._end_storing()
         self._hand_over()
-        if self._sink.is_due:
+        if self._sink.due_in_s == 0:
             self._storing = asyncio.create_task(self._store(), name="penstock rows to store")
             self._storing.add_done_callback(self._note_stored)
 
