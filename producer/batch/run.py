@@ -26,6 +26,8 @@ from penstock.runtime.event_loop import cancel_until_done
 MAX_WINDOW_BYTES = 32 << 20
 """Bytes of the lines whose rows are in the queue, but for the last of them."""
 MAX_BYTES_ON_LOOP = 64 << 10
+MAX_BEGUN_AT_ONCE = 32
+"""Rows that begin in one round of the event loop, because other callers of the process wait for its end."""
 _TICK_S = 0.25
 _JITTER = 0.2
 """The share by which a pause between two attempts is randomly lengthened, so that rows do not retry at once."""
@@ -126,10 +128,18 @@ class RowRun:
                     break
             if is_read and not waiting and not self.is_busy:
                 break
-            while waiting and self._has_room(window):
-                self.begin(waiting.popleft())
+            await self._begin_all(waiting, window)
             await self.collect()
         await self.store_all()
+
+    async def _begin_all(self, waiting: deque[InputRow], window: int) -> None:
+        """Begin the rows for which there is room, some in each round of the event loop."""
+        num_begun = 0
+        while waiting and self._has_room(window):
+            self.begin(waiting.popleft())
+            num_begun += 1
+            if num_begun % MAX_BEGUN_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _has_room(self, window: int) -> bool:
         # While the sink stores rows, others go on, but not without limit.
