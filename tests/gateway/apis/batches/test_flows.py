@@ -294,6 +294,8 @@ def test_a_flow_by_the_clients(http: httpx.Client, engine: EchoEngine, redis_url
         assert {one.error for one in answers.values()} == {None}
         assert flow.status().spec.metadata == {"a": "b"} and flow.id == batch_id
         wrong = client.flow(files_url=str(folder))
+        with pytest.raises(RequestError, match="call submit"):
+            wrong.status()
         wrong.add("a", prompt="{{b.text}}")
         with pytest.raises(RequestError, match="no row has the custom_id 'b'"):
             wrong.submit()
