@@ -17,6 +17,7 @@
 #   make flows       100 random flows, everything that runs them is killed; FLOWS="--rows 100 --seed 1"
 #   make attempts    2,000 jobs with retries, checks and keys while nodes fail and are killed; ATTEMPTS="--jobs 200 --seed 1"
 #   make channels    programs in Python and Node read 200 jobs from channels of Redis while everything is killed; CHANNELS="--jobs 20"
+#   make deaths      the machine of Redis dies 50 times under streams, which lose nothing that was on disk; DEATHS="--deaths 5"
 #   make webhooks    10,000 ends of jobs are told to failing receivers, while gateways are killed; WEBHOOKS="--jobs 1000"
 #   make ranks       kill and stop ranks of two nodes 70 times under load, in four shapes (an hour); RANKS="--kills 10" chooses
 #   make drills      restore a backup, and replace nodes and gateways under load; DRILLS=restore chooses
@@ -68,14 +69,14 @@ MODELS_STAMP := $(VENV)/.penstock-models-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: kills demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full vocabularies clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts
+.PHONY: kills deaths demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full vocabularies clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP) build/old-redis/.installed
 	PYTHONPATH=tests $(BIN)/python -m fakes.native
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist $(if $(T),worksteal,loadfile) $(or $(T),$(CHECKED:%=--ignore %))
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist $(if $(T),worksteal,loadfile --no-loadscope-reorder) $(or $(T),$(CHECKED:%=--ignore %))
 
 quick: $(STAMP) build/old-redis/.installed
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
@@ -146,6 +147,9 @@ channels: $(STAMP)
 
 kills: $(STAMP)
 	PYTHONPATH=tests:ops:. PYTHONSAFEPATH=1 $(BIN)/python -m faults.gateway_kills $(KILLS)
+
+deaths: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.machine_deaths $(DEATHS)
 
 webhooks: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.webhooks $(WEBHOOKS)

@@ -26,6 +26,7 @@ SetTenant = Annotated[str, typer.Option(help="Tenant of the jobs.")]
 def progress(
     tag: SetTag = None,
     batch: Annotated[str | None, typer.Option(help="Id of a batch or flow, instead of a tag.")] = None,
+    bulk: Annotated[str | None, typer.Option(help="Id of a bulk action, instead of a tag.")] = None,
     pool: SetPool = None,
     tenant: SetTenant = "default",
     once: Annotated[bool, typer.Option("--once", help="Print the present counts, and do not wait.")] = False,
@@ -43,6 +44,7 @@ def progress(
         penstock jobs progress --tag run:7
         penstock jobs progress --tag run:7 --once --json
         penstock jobs progress --batch BATCH_ID
+        penstock jobs progress --bulk BULK_ID
     """
 
     async def follow() -> JobCounts:
@@ -50,12 +52,12 @@ def progress(
 
         async with AsyncClient(redis_url_of(redis_url), tenant=tenant) as client:
             if once:
-                counts = await client.sets.counts(tag=tag, batch=batch, pool=pool)
+                counts = await client.sets.counts(tag=tag, batch=batch, bulk=bulk, pool=pool)
                 if not as_json:
                     write_line(line_of(counts))
                 return counts
             said = ""
-            async for counts in client.sets.progress(tag=tag, batch=batch, pool=pool, every_s=every):
+            async for counts in client.sets.progress(tag=tag, batch=batch, bulk=bulk, pool=pool, every_s=every):
                 if not as_json and (line := line_of(counts)) != said:
                     said = line
                     write_line(line)

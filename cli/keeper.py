@@ -37,7 +37,7 @@ from penstock.cli.processes import (
     run_until_stopped,
 )
 from penstock.contract.errors import ConfigError
-from penstock.gateway.kept.slots import SLOT_BYTES, VERSION
+from penstock.gateway.kept.slots import VERSION, memory_bytes
 from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
 from penstock.runtime.kept_sockets import DROP, KEEP, LEAVE, READY, Inherited, receive_message, send_message, shut_down
 from penstock.runtime.logging import LogSettings
@@ -102,7 +102,7 @@ class ConnectionKeeper:
         for listener in listeners:
             listener.listen(BACKLOG)
         slots = os.memfd_create("penstock-slots")
-        os.ftruncate(slots, slots_here * SLOT_BYTES)
+        os.ftruncate(slots, memory_bytes(slots_here))
         return cls(listeners, slots, slots_here)
 
     @classmethod

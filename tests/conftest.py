@@ -23,12 +23,12 @@ from fakes.processes.forked_process import ForkServer
 from fakes.processes.forked_worker import fork_workers
 from hypothesis import settings
 from redis.asyncio import Redis
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests import kinds
-from tests.shared_out import SharedOut
 
 # A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,6 +56,7 @@ SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""
 MODELS = pytest.StashKey[Path]()
 """The folder of converted models that xdist's workers share."""
+WEB = "tests/gateway/apis/web/"
 DEMO_MODEL = "SmolLM2-*"
 """The demo model's conversions, which take seconds and stay in the user's cache folder. Those of other models go."""
 
@@ -63,6 +64,14 @@ DEMO_MODEL = "SmolLM2-*"
 # A machine with other work may hold up any example.
 settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
 settings.load_profile("penstock")
+
+
+class FilesAndWeb(LoadFileScheduling):  # type: ignore[misc]
+    """Gives workers whole files, whose tests share processes and models, and all files of the web page as one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope: str = super()._split_scope(nodeid)
+        return WEB if scope.startswith(WEB) else scope
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,6 +98,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Pass a worker the server's address and the models. Environment variables would reach runs that tests start."""
+    node.workerinput["takes_files"] = node.config.getoption("dist") == "loadfile"
     node.workerinput["services"] = node.config.stash[SERVICES].address
     node.workerinput["models"] = str(node.config.stash[MODELS])
 
@@ -106,12 +116,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if not kinds.is_quick(item)])
         items[:] = [item for item in items if kinds.is_quick(item)]
+    if getattr(config, "workerinput", {}).get("takes_files"):
+        places = {file: place for place, file in enumerate(kinds.mixed([*dict.fromkeys(item.path for item in items)]))}
+        items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedOut | None:
-    """Share out whole files in our own order, where xdist would share them out in that of their names."""
-    return SharedOut(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Give one worker all tests of the web page, which share a browser."""
+    return FilesAndWeb(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kinds import NOT_QUICK, OF_FIXTURES, OF_FOLDERS, OF_IMPORTS, kinds_of_file
+from tests.kinds import NOT_QUICK, OF_FIXTURES, OF_FOLDERS, OF_IMPORTS, TESTS, kinds_of_file, mixed
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,14 @@ def test_every_kind_is_a_marker_that_quick_runs_leave_out(request: pytest.Fixtur
     assert kinds <= set(NOT_QUICK)
     registered = {line.partition(":")[0] for line in request.config.getini("markers")}
     assert set(NOT_QUICK) <= registered
+
+
+def test_files_that_compute_stand_evenly_among_those_that_wait() -> None:
+    kernels = sorted((TESTS / "kernels").rglob("test_*.py"))
+    computing = [file for file in kernels if "process" not in kinds_of_file(file)]
+    waiting = sorted((TESTS / "queue").rglob("test_*.py"))
+    order = mixed([*computing, *waiting])
+    assert [file for file in order if file in computing] == computing
+    assert [file for file in order if file in waiting] == waiting
+    half = order[: len(order) // 2]
+    assert sum(file in computing for file in half) == pytest.approx(len(computing) / 2, abs=1)

@@ -98,10 +98,8 @@ class BatchLines:
             if rate:
                 end_s = clock_s + (progress.num_rows - progress.num_done) / rate
                 parts.append(f"expected end {datetime.fromtimestamp(end_s):%Y-%m-%d %H:%M:%S}")
-        counted = ", ".join(parts) if progress.num_rows else ""
-        return ": ".join(filter(None, ("batch", counted))) + (
-            f"; waits: {progress.waiting}" if progress.waiting else ""
-        )
+        counted = ", ".join(parts) if progress.num_rows else "the input is read"
+        return f"batch: {counted}" + (f"; waits: {progress.waiting}" if progress.waiting else "")
 
     def _speak(self) -> None:
         begun_s = time.monotonic()

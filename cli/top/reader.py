@@ -150,7 +150,7 @@ class PoolFrame:
         return sum(float(getattr(node, name)) for node in self.nodes)
 
 
-SetKind = Literal["batch", "flow", "tag"]
+SetKind = Literal["batch", "flow", "tag", "bulk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ class SetRow:
 
     @property
     def name(self) -> str:
-        """The tag, or the batch's id."""
-        return self.counts.tag or self.counts.batch_id or ""
+        """The tag, or the id of the batch or bulk action."""
+        return self.counts.tag or self.counts.batch_id or self.counts.bulk_id or ""
 
     def as_object(self) -> dict[str, Any]:
         """Return it as a JSON object."""

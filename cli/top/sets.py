@@ -1,4 +1,4 @@
-"""Sets of jobs in `penstock top`: open batches and flows of all tenants, and the tags that its user names."""
+"""Sets of jobs in `penstock top`: open batches, flows and bulk actions of all tenants, and tags that its user names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.top.reader import Frame, SetRow
-from penstock.contract.job_counts import JobCounts, counts_of_batch
+from penstock.contract.errors import DamagedRecordError, NotFoundError
+from penstock.contract.job_counts import JobCounts, counts_of_batch, counts_of_bulk
 from penstock.queue.broker.connection import connect
+from penstock.queue.broker.steering import Steering, report_of
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.runtime.settings import redis_url_of
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 MAX_BATCHES = 8
 """Open batches and flows in a view: those with the most rows left of MAX_LOOKED."""
 MAX_LOOKED = 64
+MAX_BULKS = 4
+"""Bulk actions in a view: the oldest of each pool."""
 
 
 class _Reader(Protocol):
@@ -33,11 +37,17 @@ class SetReader:
     """Adds sets to the frames of another reader."""
 
     def __init__(
-        self, reader: _Reader, batches: BatchRecords | None, client: AsyncClient | None, tags: Sequence[str]
+        self,
+        reader: _Reader,
+        batches: BatchRecords | None,
+        steering: Steering,
+        client: AsyncClient | None,
+        tags: Sequence[str],
     ) -> None:
-        """`batches`: None shows none. `client`: that of the tenant whose tags are shown."""
+        """`batches`: None shows none. `steering` of bulk actions. `client`: that of the tenant whose tags are shown."""
         self._reader = reader
         self._batches = batches
+        self._steering = steering
         self._client = client
         self._tags = tags
 
@@ -47,7 +57,8 @@ class SetReader:
         batches = [] if self._batches is None else await self._open_batches(self._batches)
         tags = [] if self._client is None else [await self._client.sets.counts(tag=tag) for tag in self._tags]
         shown = sorted(batches, key=lambda row: -row.counts.num_open)[:MAX_BATCHES]
-        rows = (*(SetRow("tag", counts) for counts in tags), *shown)
+        bulks = [] if self._batches is None else await self._open_bulks([pool.pool for pool in frame.pools])
+        rows = (*(SetRow("tag", counts) for counts in tags), *bulks, *shown)
         return replace(frame, sets=rows, num_batches_left_out=len(batches) - len(shown))
 
     async def _open_batches(self, records: BatchRecords) -> list[SetRow]:
@@ -57,6 +68,15 @@ class SetReader:
                 of_rows = one.num_rows, one.num_completed, one.num_failed
                 counts = counts_of_batch(one.batch_id, one.tenant, of_rows, one.rows_per_s or None, now_ms=now_ms)
                 rows.append(SetRow("flow" if one.is_flow else "batch", counts))
+        return rows
+
+    async def _open_bulks(self, pools: Sequence[str]) -> list[SetRow]:
+        found = dict.fromkeys([one for pool in pools for one in await self._steering.open_bulks(pool)])
+        rows = list[SetRow]()
+        for bulk_id in [*found][:MAX_BULKS]:
+            with suppress(NotFoundError, DamagedRecordError):
+                report = report_of(bulk_id, await self._steering.parts_of(bulk_id), None)
+                rows.append(SetRow("bulk", counts_of_bulk(report)))
         return rows
 
 
@@ -72,13 +92,14 @@ class AskedSets:
 
     async def beside(self, reader: _Reader, url: str, stack: AsyncExitStack) -> SetReader:
         """Return a reader of these sets and of what `reader` reads. `url`: the Redis that has the batches."""
-        records = BatchRecords(await stack.enter_async_context(connect(url))) if self.has_batches else None
+        redis = await stack.enter_async_context(connect(url))
+        records = BatchRecords(redis) if self.has_batches else None
         client = None
         if self.tags:
             from penstock.producer.client import AsyncClient  # It is large.
 
             client = await stack.enter_async_context(AsyncClient(redis_url_of(self.redis_url), tenant=self.tenant))
-        return SetReader(reader, records, client, self.tags)
+        return SetReader(reader, records, Steering(redis), client, self.tags)
 
 
 _NAME_CHARS, _WIDE_NAME_CHARS = 28, 48

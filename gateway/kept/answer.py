@@ -17,7 +17,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.gateway.kept.connection import KeptConnection
-from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, NO_EVENTS, WITHIN, AnswerSlot, Left
+from penstock.gateway.kept.slots import (
+    CLOSES,
+    FAILED,
+    FINAL,
+    MAX_COUNTERS,
+    NO_CHECKSUM,
+    NO_EVENTS,
+    WITHIN,
+    AnswerSlot,
+    Left,
+)
 from penstock.runtime import crash_points
 
 _KEPT = "penstock.kept"
@@ -31,6 +41,7 @@ _HEADERS = frozenset(
 """The request's headers that a record holds. Those with credentials are not among them."""
 
 
+_END_OF_EVENT = b"\n\n"
 MAX_TAKEOVERS = 2
 """Gateways that may die while they take an answer over. The next one ends it with an error."""
 
@@ -43,23 +54,17 @@ def _count_nothing(counter: int, events: bytes) -> None:
     pass
 
 
-class KeptTransport:
-    """Writes an answer to its connection, and into its slot before."""
+class PlainTransport:
+    """Writes the rest of an answer that is not kept any more to its connection."""
 
-    __slots__ = ("_answer", "_num_waiting", "_put", "_transport", "_write")
+    __slots__ = ("_transport",)
 
-    def __init__(self, transport: Any, slot: AnswerSlot, answer: AnswerKeep) -> None:
+    def __init__(self, transport: Any) -> None:
         self._transport = transport
-        self._write = transport.write
-        self._num_waiting = transport.get_write_buffer_size
-        self._put = slot.put
-        self._answer = weakref.ref(answer)
 
     def write(self, data: bytes, events: bytes = b"") -> None:
-        """Note and write the answer's next bytes. `events` are those of `AnswerSlot.put`."""
-        if not self._put(data, self._num_waiting(), events) and (answer := self._answer()) is not None:
-            answer.give_up("too_many_bytes")
-        self._write(data)
+        """Write the answer's next bytes."""
+        self._transport.write(data)
 
     def close(self) -> None:
         """Close the connection once its bytes are written."""
@@ -70,8 +75,47 @@ class KeptTransport:
         return bool(self._transport.is_closing())
 
 
+class KeptTransport(PlainTransport):
+    """Writes an answer to its connection, and into its slot before."""
+
+    __slots__ = ("_answer", "_slot")
+
+    def __init__(self, transport: Any, slot: AnswerSlot, answer: AnswerKeep) -> None:
+        super().__init__(transport)
+        self._slot = slot
+        self._answer = weakref.ref(answer)
+
+    def write(self, data: bytes, events: bytes = b"") -> None:
+        """Note and write the answer's next bytes. `events`: those of the first job in them, which are counted."""
+        slot, transport = self._slot, self._transport
+        if events:
+            slot.count(0, events)
+        if not slot.put(data, transport.get_write_buffer_size()) and (answer := self._answer()) is not None:
+            answer.give_up("too_many_bytes")
+        transport.write(data)
+
+
 class AnswerKeep:
     """The slot of one answer, from the record before its jobs are submitted to its last byte."""
+
+    __slots__ = (
+        "__weakref__",
+        "_behind",
+        "_connection",
+        "_cycle",
+        "_last",
+        "_newest",
+        "_on_first_bytes",
+        "_replayed",
+        "_send",
+        "_swallows_head",
+        "count",
+        "is_poisoned",
+        "num_behind",
+        "record",
+        "slot",
+        "was_within_event",
+    )
 
     def __init__(self, connection: KeptConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
@@ -84,6 +128,8 @@ class AnswerKeep:
         self._behind: list[int] = []
         """Of an answer that was taken over: event bytes of each job that the client has, and their checksums."""
         self._replayed: list[int] = []
+        self._newest = self._last = b""
+        """Without a checksum: the newest events that the client has, and the last ones that were encoded again."""
         self.num_behind = 0
         """Jobs of which the client has more than was encoded so far. It is read for each event."""
         self._swallows_head = False
@@ -104,11 +150,17 @@ class AnswerKeep:
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS
         self._behind = [*left.counters]
         self._replayed = [*NO_EVENTS * (len(self._behind) // 2)]
+        self._newest = left.newest
         self.num_behind = sum(count > 0 for count in self._behind[::2])
         slot.counters = left.counters
         self._swallows_head = left.total > 0
         self.was_within_event = bool(left.flags & WITHIN)
         self._cycle.transport = KeptTransport(self._cycle.transport, slot, self)  # type: ignore[assignment]
+
+    @property
+    def transport(self) -> Any:
+        """The connection's transport, without the slot."""
+        return self._connection.transport
 
     @property
     def is_kept(self) -> bool:
@@ -135,7 +187,7 @@ class AnswerKeep:
         data = msgpack.packb(
             {"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts}
         )
-        self.slot = slot = self._connection.begin(data, num_counters)
+        self.slot = slot = self._connection.begin(data, num_counters, has_checksums=not facts.get("is_stream"))
         if slot is not None:
             self.count = slot.count
             cycle.transport = KeptTransport(cycle.transport, slot, self)  # type: ignore[assignment]
@@ -150,7 +202,7 @@ class AnswerKeep:
         if self.slot is not None:
             self._connection.give_up(self.slot, reason)
             self.slot, self.count = None, _count_nothing
-            self._cycle.transport = self._connection.transport
+            self._cycle.transport = PlainTransport(self._connection.transport)  # type: ignore[assignment]
 
     def split(self, counter: int, events: bytes) -> tuple[bytes, bytes]:
         """Split events into those that the client has, and new ones, which are counted.
@@ -163,10 +215,9 @@ class AnswerKeep:
             self.count(counter, events)
             return b"", events
         old, new = events[:left], events[left:]
-        self._replayed[at] += len(old)
-        self._replayed[at + 1] = adler32(old, self._replayed[at + 1])
+        self._replay(at, old)
         if self._replayed[at] == self._behind[at]:
-            if self._replayed[at + 1] != self._behind[at + 1]:
+            if not self._is_same(at):
                 raise StreamDivergedError("the log of the job is no longer the one from which its stream was sent")
             self.num_behind -= 1
             if not self.num_behind:
@@ -174,6 +225,19 @@ class AnswerKeep:
             if new:
                 self.count(counter, new)
         return old, new
+
+    def _replay(self, at: int, old: bytes) -> None:
+        self._replayed[at] += len(old)
+        if self._behind[at + 1] != NO_CHECKSUM:
+            self._replayed[at + 1] = adler32(old, self._replayed[at + 1])
+        else:
+            self._last = (self._last + old)[-max(len(self._newest), len(_END_OF_EVENT)) :]
+
+    def _is_same(self, at: int) -> bool:
+        """Return whether what was encoded again seems to be what the client has."""
+        if self._behind[at + 1] != NO_CHECKSUM:
+            return self._replayed[at + 1] == self._behind[at + 1]
+        return self._last.endswith(self._newest) and (self.was_within_event or self._last.endswith(_END_OF_EVENT))
 
     def _go_on(self) -> None:
         """Note that the answer is where the earlier gateway left it."""
@@ -191,12 +255,12 @@ class AnswerKeep:
     def note_within(self, *, is_within: bool) -> None:
         """Note whether the bytes that are written next end within an event."""
         if self.slot is not None:
-            self.slot.flags = self.slot.flags | WITHIN if is_within else self.slot.flags & ~WITHIN
+            self.slot.note(self.slot.flags | WITHIN if is_within else self.slot.flags & ~WITHIN)
 
     def note_failure(self) -> None:
         """Note that the bytes that are written next are the error with which the answer ends."""
         if self.slot is not None:
-            self.slot.flags |= FAILED
+            self.slot.note(self.slot.flags | FAILED)
 
     async def send(self, message: Message) -> None:
         """Send a message of ASGI. That with the head is left out if the client has the head."""
@@ -208,9 +272,9 @@ class AnswerKeep:
                     return
                 slot.status = message["status"]
             elif not message.get("more_body", False):
-                slot.flags |= FINAL
+                slot.note(slot.flags | FINAL)
             if not self._cycle.keep_alive:
-                slot.flags |= CLOSES
+                slot.note(slot.flags | CLOSES)
         await self._send(message)  # type: ignore[arg-type]
         if self._on_first_bytes is not _nothing:
             self.survive()

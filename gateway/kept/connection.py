@@ -144,6 +144,8 @@ def _received(control: socket.socket) -> tuple[bytes, int, int | None] | None:
 class KeptConnection:
     """One connection of a client. The keeper holds it from its first answer that is kept on."""
 
+    __slots__ = ("_is_ahead", "_keep", "_num_read", "_slot", "transport")
+
     def __init__(self, keep: Keep, transport: Any) -> None:
         self._keep = keep
         self.transport = transport
@@ -170,8 +172,11 @@ class KeptConnection:
         if self._slot is not None:
             self._slot.note_ahead()
 
-    def begin(self, record: bytes, num_counters: int) -> AnswerSlot | None:
-        """Note the record of an answer, and return its slot, or None if it cannot be kept."""
+    def begin(self, record: bytes, num_counters: int, *, has_checksums: bool = True) -> AnswerSlot | None:
+        """Note the record of an answer, and return its slot, or None if it cannot be kept.
+
+        `has_checksums`: that of `AnswerSlot.begin`.
+        """
         reason: str | AnswerSlot = "large_record"
         if len(record) <= MAX_RECORD_BYTES:
             num_waiting = self.transport.get_write_buffer_size()
@@ -185,6 +190,7 @@ class KeptConnection:
                     num_before=counts.num_accepted + num_waiting,
                     num_read=self._num_read,
                     is_ahead=self._is_ahead,
+                    has_checksums=has_checksums,
                 )
                 return slot
         if self._keep.is_alive:

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.gateway.errors import ErrorShape
 from penstock.gateway.kept.answer import AnswerKeep
+from penstock.gateway.kept.slots import PART_AT, TURN_WORDS, WORD_BYTES, AnswerSlot
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import LoopYielder
 
@@ -236,6 +237,8 @@ class EventWriter:
         self._has_failed = False
         self._body = body
         self._keep = keep
+        # A copy, because each event reads it: the objects behind `keep` would be fetched from memory for each.
+        self._is_behind = keep is not None and keep.is_behind
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
@@ -244,13 +247,14 @@ class EventWriter:
     @property
     def is_ready(self) -> bool:
         """Whether `write_now` may be called: the response has begun, and the client keeps up."""
-        keep = self._keep
-        return self.started and self._body is not None and self._body.is_ready and (keep is None or not keep.num_behind)
+        return self.started and self._body is not None and self._body.is_ready and not self._is_behind
 
     async def begin(self) -> None:
         """Send the head of the response, unless it has begun."""
         if not self.started:
             self.started = True
+            if self._body is not None and self._keep is not None:
+                self._body = kept_body(self._body, self._keep)
             await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
 
     def write_now(self, events: bytes, counter: int | None = 0) -> None:
@@ -258,13 +262,13 @@ class EventWriter:
         if self._body is None:
             raise InvariantError("this response has no direct body")
         self._silent = False
-        data, keep = self._framing.events(events), self._keep
+        data = self._framing.events(events)
         # An empty part would end a chunked body. Some framings have no bytes for some events.
-        if data and counter == 0 and keep is not None and keep.slot is not None:
+        if data and counter == 0:
             self._body.write(data, events)
         else:
-            if keep is not None and counter is not None:
-                keep.count(counter, events)
+            if counter is not None and self._keep is not None:
+                self._keep.count(counter, events)
             if data:
                 self._body.write(data)
         crash_points.point("after", "event")
@@ -279,6 +283,7 @@ class EventWriter:
             if counter is None:
                 return
             old, events = keep.split(counter, events)
+            self._is_behind = keep.is_behind
             if old:
                 self._framing.events(old)  # Its later bytes may depend on these.
             if not events:
@@ -431,6 +436,11 @@ class DirectBody:
         self._flow = cycle.flow
 
     @property
+    def cycle(self) -> RequestResponseCycle:
+        """The server's side of the answer."""
+        return self._cycle
+
+    @property
     def is_ready(self) -> bool:
         """Whether a part may be written: the body is chunked, and the client reads fast enough."""
         cycle = self._cycle
@@ -439,15 +449,43 @@ class DirectBody:
         )
 
     def write(self, part: bytes, events: bytes = b"") -> None:
-        """Write one part, which must not be empty. Only while `is_ready`.
+        """Write one part, which must not be empty. Only while `is_ready`. `events`: those of the first job in it."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
-        `events`: those of the first job in the part, for an answer whose transport is a `KeptTransport`.
+
+class KeptBody(DirectBody):
+    """The body of an answer that outlives its gateway: each part is in the answer's slot before it is written."""
+
+    __slots__ = ("_slot", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle, slot: AnswerSlot, transport: Any) -> None:
+        """`transport`: that of the connection, without a slot."""
+        super().__init__(cycle)
+        self._slot = slot
+        self._transport = transport
+
+    def write(self, part: bytes, events: bytes = b"") -> None:
+        """Write one part, and count the events of the first job in it.
+
+        This runs for each token. The module of slots says why the process may be killed anywhere here.
         """
-        transport: Any = self._cycle.transport
-        if events:
-            transport.write(b"%x\r\n%b\r\n" % (len(part), part), events)
+        data, slot, transport = b"%x\r\n%b\r\n" % (len(part), part), self._slot, self._transport
+        size = len(data)
+        if events and size <= slot.small and not transport.get_write_buffer_size():
+            slot.word = word = slot.word ^ TURN_WORDS
+            at, words = (word + PART_AT) * WORD_BYTES, slot.words
+            slot.memory[at : at + size] = data
+            words[word + 1] = slot.num_events = slot.num_events + len(events)
+            words[word] = slot.total = slot.total + size
+            transport.write(data)
         else:
-            transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+            kept: Any = self._cycle.transport
+            kept.write(data, events)
+
+
+def kept_body(body: DirectBody, keep: AnswerKeep) -> DirectBody:
+    """Return the body of an answer with its slot, if it has one."""
+    return body if keep.slot is None else KeptBody(body.cycle, keep.slot, keep.transport)
 
 
 def offer_direct_body(cycle: RequestResponseCycle) -> None:

@@ -26,6 +26,8 @@ from penstock.runtime.event_loop import cancel_until_done
 MAX_WINDOW_BYTES = 32 << 20
 """Bytes of the lines whose rows are in the queue, but for the last of them."""
 MAX_BYTES_ON_LOOP = 64 << 10
+MAX_BEGUN_AT_ONCE = 32
+"""Rows that begin in one round of the event loop, because other callers of the process wait for its end."""
 _TICK_S = 0.25
 _JITTER = 0.2
 """The share by which a pause between two attempts is randomly lengthened, so that rows do not retry at once."""
@@ -60,8 +62,8 @@ class RowSink(Protocol):
         """Whether what was added is to be stored before more is added."""
 
     @property
-    def is_due(self) -> bool:
-        """Whether what was added is to be stored now."""
+    def due_in_s(self) -> float | None:
+        """Seconds until what was added is to be stored; 0: now, None: nothing was added."""
 
     def add(self, row: FinishedRow) -> None:
         """Add a row. It is not called while `store` runs."""
@@ -110,7 +112,7 @@ class RowRun:
     async def answer_all(self) -> None:
         """Answer all rows. Return when all are stored, or when the source has stopped."""
         waiting, is_read = deque[InputRow](), False
-        while not is_read or waiting or self.is_busy:
+        while True:
             window = await self._source.window()
             if self._source.stopped:
                 return
@@ -124,10 +126,20 @@ class RowRun:
                 if not found:
                     is_read = not self._source.has_more
                     break
-            while waiting and self._has_room(window):
-                self.begin(waiting.popleft())
+            if is_read and not waiting and not self.is_busy:
+                break
+            await self._begin_all(waiting, window)
             await self.collect()
         await self.store_all()
+
+    async def _begin_all(self, waiting: deque[InputRow], window: int) -> None:
+        """Begin the rows for which there is room, some in each round of the event loop."""
+        num_begun = 0
+        while waiting and self._has_room(window):
+            self.begin(waiting.popleft())
+            num_begun += 1
+            if num_begun % MAX_BEGUN_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _has_room(self, window: int) -> bool:
         # While the sink stores rows, others go on, but not without limit.
@@ -157,7 +169,10 @@ class RowRun:
 
     async def collect(self) -> None:
         """Wait shortly for finished rows, hand them to the sink, and let it store what is due."""
-        tick = asyncio.get_running_loop().call_later(_TICK_S, self._changed.set)
+        is_storing = self._storing is not None and not self._storing.done()
+        due_in_s = None if is_storing else self._sink.due_in_s
+        pause_s = _TICK_S if due_in_s is None else min(_TICK_S, due_in_s)
+        tick = asyncio.get_running_loop().call_later(pause_s, self._changed.set)
         await self._changed.wait()
         tick.cancel()
         self._changed.clear()
@@ -167,7 +182,7 @@ class RowRun:
             return
         await self._end_storing()
         self._hand_over()
-        if self._sink.is_due:
+        if self._sink.due_in_s == 0:
             self._storing = asyncio.create_task(self._store(), name="penstock rows to store")
             self._storing.add_done_callback(self._note_stored)
 

@@ -161,9 +161,9 @@ class _FileSink:
         self._fresh: list[FinishedRow] = []
 
     @property
-    def is_due(self) -> bool:
-        """Whether there are rows to be stored."""
-        return bool(self._fresh)
+    def due_in_s(self) -> float | None:
+        """Return 0 if there are rows to be stored, and None if there are none."""
+        return 0 if self._fresh else None
 
     def add(self, row: FinishedRow) -> None:
         """Add a row to the next write."""

@@ -89,7 +89,7 @@ class AsyncClient:
         find, clock = self.served_pool, servers.clock.now_s
         self.schedules = Schedules(*directory_connection, find, self.webhooks, clock, tenant, self._terms)
         self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
-        self.sets = JobSets(servers, self.feed, self.batches, self, tenant)
+        self.sets = JobSets(servers, self.feed, self.batches, self.control, self, tenant)
 
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.

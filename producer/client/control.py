@@ -12,7 +12,14 @@ from contextlib import suppress
 from typing import Any, Protocol, Unpack
 
 from penstock.contract.durations import Span, seconds_of
-from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    DamagedRecordError,
+    NotFoundError,
+    PenstockError,
+    UnavailableError,
+)
 from penstock.contract.job import JobKey, SubmitOptions, is_job_id, pool_of
 from penstock.contract.job_actions import (
     STATES_OF,
@@ -234,6 +241,15 @@ class JobControl:
         """Return what a bulk action has done so far. Raises NotFoundError, a day after its end too."""
         found = [part for one in self._all_servers() for part in await one.steering.parts_of(bulk_id)]
         return report_of(bulk_id, found, tenant or self._tenant)
+
+    async def running(self, *, tenant: str | None = None) -> list[BulkReport]:
+        """Return the reports of the bulk actions that a tenant has begun and that have not ended, oldest first."""
+        found = [key for one in self._all_servers() for key in await _open_bulks(one.steering)]
+        reports = list[BulkReport]()
+        for bulk_id in dict.fromkeys(bulk_id for _, bulk_id in found):
+            with suppress(NotFoundError, DamagedRecordError):
+                reports.append(await self.report(bulk_id, tenant=tenant))
+        return sorted(reports, key=lambda report: report.begun_ms)
 
     async def stop(self, bulk_id: str, *, tenant: str | None = None) -> BulkReport:
         """Give up a bulk action where it is, and return its report. Raises NotFoundError."""

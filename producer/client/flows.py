@@ -203,12 +203,17 @@ class AsyncFlow:
             files.close()
 
     async def status(self) -> BatchRecord:
-        """Return the record of its batch: its state and its counts."""
-        return await self._batches.find(self.id, self._tenant)
+        """Return the record of its batch: its state and its counts. Raises RequestError before `submit`."""
+        return await self._batches.find(self._submitted_id(), self._tenant)
 
     async def cancel(self) -> None:
         """Cancel the flow. Rows without an answer end with the error `batch_cancelled`."""
-        await self._batches.cancel(self.id, self._tenant)
+        await self._batches.cancel(self._submitted_id(), self._tenant)
+
+    def _submitted_id(self) -> str:
+        if not self.id:
+            raise RequestError("the flow was not submitted: call submit() first", code="not_submitted")
+        return self.id
 
     async def wait(self, *, timeout: float | None = None) -> BatchRecord:  # noqa: ASYNC109
         """Wait for the end of the flow, and return the record of its batch. Rows may have failed.

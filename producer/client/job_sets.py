@@ -9,10 +9,11 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job_actions import JobFilter, checked_tag
-from penstock.contract.job_counts import CountsOfPools, JobCounts, counts_of_batch
+from penstock.contract.job_counts import CountsOfPools, JobCounts, counts_of_batch, counts_of_bulk
 from penstock.contract.output import Result
 from penstock.producer.client import parquet
 from penstock.producer.client.completions import CompletionFeed
+from penstock.producer.client.control import JobControl
 from penstock.producer.client.exports import ExportReport, SetExport
 from penstock.producer.client.servers import QueueServers
 from penstock.queue.broker.jobs import JobStatus
@@ -32,10 +33,13 @@ class _Reads(Protocol):
 
 
 class SetOptions(TypedDict, total=False):
-    """A set of jobs: those of a tag, the rows of a batch or flow, or all jobs of the tenant; of all pools or of one."""
+    """A set of jobs: those of a tag or a bulk action, the rows of a batch or flow, or all jobs of the tenant; of all
+    pools or of one.
+    """
 
     tag: str | None
     batch: str | None
+    bulk: str | None
     pool: str | None
     tenant: str | None
 
@@ -44,23 +48,34 @@ class JobSets:
     """A client's access to sets of jobs, as `AsyncClient.sets`. Raises UnavailableError if a Redis is unreachable."""
 
     def __init__(
-        self, servers: QueueServers, feed: CompletionFeed, batches: BatchRecords, jobs: _Reads, tenant: str
+        self,
+        servers: QueueServers,
+        feed: CompletionFeed,
+        batches: BatchRecords,
+        control: JobControl,
+        jobs: _Reads,
+        tenant: str,
     ) -> None:
         self._servers = servers
         self._feed = feed
         self._batches = batches
+        self._control = control
         self._jobs = jobs
         self._tenant = tenant
 
     async def counts(self, **jobs: Unpack[SetOptions]) -> JobCounts:
         """Return how many jobs of a set are in which state and class, and how fast those of a tag or batch end.
 
-        Raises RequestError for a wrong tag or pool, and NotFoundError for an unknown batch.
+        Raises RequestError for a wrong tag or pool, and NotFoundError for an unknown batch or bulk action.
         """
         owner = jobs.get("tenant") or self._tenant
+        given = [name for name, value in jobs.items() if value is not None and name != "tenant"]
+        for name in ("batch", "bulk"):
+            if name in given and given != [name]:
+                raise RequestError(f"{name}: give either batch, or bulk, or tag and pool", param=name)
+        if (bulk_id := jobs.get("bulk")) is not None:
+            return counts_of_bulk(await self._control.report(bulk_id, tenant=owner))
         if (batch_id := jobs.get("batch")) is not None:
-            if jobs.get("tag") is not None or jobs.get("pool") is not None:
-                raise RequestError("batch: give either batch, or tag and pool", param="batch")
             found = await self._batches.find(batch_id, owner)
             rows = found.num_rows, found.num_completed, found.num_failed
             rate = (found.is_open and found.rows_per_s) or None

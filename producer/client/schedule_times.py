@@ -20,6 +20,16 @@ MAX_DECIDED = 1_000
 MAX_PENDING = 100
 """Runs of a schedule that are due and have not begun."""
 _CRON_PARTS = 5
+_LINES = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+}
+"""The names that cron knows for a line."""
 
 
 # Keyed by id: time zone.
@@ -72,9 +82,12 @@ def _cron_dues(timing: Timing, after_ms: int) -> Iterator[int]:
     # Only processes that have schedules need it.
     from cronsim import CronSim, CronSimError
 
-    line, zone = timing.cron or "", zone_of(timing.zone)
+    line, zone = _LINES.get(timing.cron or "", timing.cron or ""), zone_of(timing.zone)
     if len(line.split()) != _CRON_PARTS:
-        message = f"cron: {line!r} must have {_CRON_PARTS} parts: minute, hour, day, month and day of the week"
+        message = (
+            f"cron: {line!r} must have {_CRON_PARTS} parts: minute, hour, day, month and day of the week, or be one of "
+        )
+        message += ", ".join(_LINES)
         raise RequestError(message, param="cron")
     try:
         times = CronSim(line, datetime.fromtimestamp(after_ms / 1000, zone))

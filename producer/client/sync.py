@@ -367,6 +367,10 @@ class Control:
         """Return what a bulk action has done so far."""
         return self._loop.call(self._control.report(bulk_id, tenant=tenant))
 
+    def running(self, *, tenant: str | None = None) -> list[BulkReport]:
+        """Return the reports of the bulk actions that have not ended; see `JobControl.running`."""
+        return self._loop.call(self._control.running(tenant=tenant))
+
     def pause(
         self,
         pool: str,

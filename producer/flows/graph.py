@@ -76,9 +76,9 @@ class FlowGraph:
                 message = f"for_each: {row.for_each.name[:64]!r} has no answer of its own, because it has for_each too"
                 yield RequestError(message, code="unknown_parent", param="for_each"), row.line
         if is_whole and (cycle := self._cycle()):
-            names = " → ".join(self.rows[number].custom_id[:64] for number in cycle[:_SHOWN_NAMES])
-            more = "" if len(cycle) <= _SHOWN_NAMES else " → …"
-            message = f"after: the rows wait for each other: {names}{more}"
+            names = [self.rows[number].custom_id[:64] for number in cycle[:_SHOWN_NAMES]]
+            names.append(names[0] if len(cycle) <= _SHOWN_NAMES else "…")
+            message = f"after: the rows wait for each other: {' → '.join(names)}"
             yield RequestError(message, code="cycle", param="after"), self.rows[cycle[0]].line
 
     def _cycle(self) -> list[int]:

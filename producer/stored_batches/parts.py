@@ -85,16 +85,19 @@ class PartWriter:
         return len(self._rows) >= MAX_PART_ROWS or self._num_bytes >= MAX_PART_BYTES
 
     @property
-    def is_due(self) -> bool:
-        """Whether the part is to be committed now."""
+    def due_in_s(self) -> float | None:
+        """Seconds until the part is to be committed; 0: now, None: it has no rows."""
         if not self._rows:
-            return False
+            return None
+        if self.is_full:
+            return 0
         now_s = asyncio.get_running_loop().time()
         spaced_s = (now_s - self._began_s) / PARTS_OF_RUN
-        if self.is_full or now_s - self._oldest_s >= min(LONGEST_PART_S, max(FIRST_PART_S, spaced_s)):
-            return True
-        # After a pause at once, but many rows of a wide flow share a part.
-        return self._is_awaited and now_s - self._stored_s >= min(FIRST_PART_S, spaced_s)
+        due_s = self._oldest_s + min(LONGEST_PART_S, max(FIRST_PART_S, spaced_s))
+        if self._is_awaited:
+            # After a pause at once, but many rows of a wide flow share a part.
+            due_s = min(due_s, self._stored_s + min(FIRST_PART_S, spaced_s))
+        return max(0.0, due_s - now_s)
 
     def report(self, waiting: str) -> None:
         """Note why rows wait to be submitted."""

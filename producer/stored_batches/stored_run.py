@@ -242,7 +242,7 @@ class StoredBatchRun:
         await run.store_all()
         for row in await self._patiently(self._source.left_rows):
             self._parts.add(self._format.stopped(row, self._window.stopped))
-            if self._parts.is_due:
+            if self._parts.due_in_s == 0:
                 await self._parts.store()
         await self._parts.store()
 

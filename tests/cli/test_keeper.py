@@ -15,7 +15,7 @@ from penstock.cli.keeper import ConnectionKeeper
 from penstock.cli.processes import BackOff, ChildCommand
 from penstock.contract.errors import ConfigError
 from penstock.gateway.kept.connection import Keep
-from penstock.gateway.kept.slots import SLOT_BYTES, AnswerSlot
+from penstock.gateway.kept.slots import AnswerSlot, memory_bytes
 from penstock.runtime.kept_sockets import KEEPER_VARIABLE, Inherited, receive_message
 
 COMMAND = ChildCommand("gateway", ("gateway",), {"A": "b"}, 1.0)
@@ -24,7 +24,7 @@ COMMAND = ChildCommand("gateway", ("gateway",), {"A": "b"}, 1.0)
 @asynccontextmanager
 async def opened(num_slots: int = 4) -> AsyncIterator[ConnectionKeeper]:
     keeper = ConnectionKeeper([socket.create_server(("127.0.0.1", 0))], os.memfd_create("slots"), num_slots)
-    os.ftruncate(keeper._slots, num_slots * SLOT_BYTES)
+    os.ftruncate(keeper._slots, memory_bytes(num_slots))
     try:
         yield keeper
     finally:

@@ -14,7 +14,9 @@ and the next fail-over follows under the same load (`--in-a-row`). A row is reco
 Some streams are read over HTTP, from a gateway in a process of its own.
 
 `--token-durability replicated`: no stream shows a token that the promoted replica lacks before the repair. What readers
-saw is a history (`faults.tools.history`), which `--history FILE` keeps.
+saw is a history (`faults.tools.history`), which `--history FILE` keeps. `--differs`: the engine gives other tokens
+at each take, so there is no reference for the streams. At `replicated` none of them may diverge. At `memory` losses
+must be found, or the comparison proves nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import DifferingEngine, ReferenceEngine
 from fakes.processes.running_node import running_node
 from faults.tools.failover_load import (
     PATIENCE_S,
@@ -111,6 +113,7 @@ class Outcome:
     longest_pause_s: float
     problems: list[str]
     num_unconfirmed: int = 0
+    num_diverged: int = 0
     num_chunks: int = 0
     """Chunks that the readers of streams saw."""
     tokens_at_risk: int = 0
@@ -273,7 +276,10 @@ class System:
         if rounds and self.tokens_need_replica:
             await asyncio.to_thread(self.servers.rejoin)
         await load.end()
-        problems = await errors_of(work.check for work in load.told.works.values() if work.end)
+        checked = (work for work in load.told.works.values() if work.end and work.id not in load.told.unchecked)
+        problems = await errors_of(work.check for work in checked)
+        if load.tokens_need_replica and load.told.num_diverged:
+            problems.append(f"{load.told.num_diverged} streams diverged")
         problems += await self.http.problems(PATIENCE_S)
         is_swapped = bool(rounds) and not self.tokens_need_replica
         async with aclosing(connect((self.servers.replica if is_swapped else self.servers.master).url)) as redis:
@@ -298,7 +304,7 @@ class System:
         repeated = sum(node.held_jobs.counts.repeated_ends for node in self.nodes)
         numbers = repeated, self.client.stats.resubmits, len(self.http.readings), server
         outcome = Outcome(rounds, counts, *numbers, max(told.pauses, default=0.0), problems)
-        outcome.num_unconfirmed = told.unconfirmed
+        outcome.num_unconfirmed, outcome.num_diverged = told.unconfirmed, told.num_diverged
         return outcome
 
 
@@ -324,9 +330,8 @@ async def running(
     async with AsyncExitStack() as stack:
         nodes: list[Node] = []
         for number in range(NUM_NODES):
-            node = running_node(
-                url, cast(Any, ReferenceEngine(step_s=STEP_S)), pool=POOL, name=f"node-{number}", **options
-            )
+            engine = (DifferingEngine if args.differs else ReferenceEngine)(step_s=STEP_S)
+            node = running_node(url, cast(Any, engine), pool=POOL, name=f"node-{number}", **options)
             nodes.append(await stack.enter_async_context(node))
         client = await stack.enter_async_context(connected(url))
         operator = await stack.enter_async_context(aclosing(connect(url)))
@@ -363,6 +368,8 @@ async def fail_overs(args: argparse.Namespace, kind: Kind, num_rounds: int) -> O
                 kept.write(file.getvalue())
         outcome.problems += map(str, Checker().check(lines))
         outcome.tokens_at_risk = len(Checker(REPLICATED).check(lines))
+        if args.differs and args.token_durability == MEMORY and kind.lag_s and not outcome.tokens_at_risk:
+            outcome.problems.append("no loss was found at memory, so the comparison proves nothing")
         outcome.num_chunks = sum('"kind": "chunk"' in line for line in lines)
         return outcome
 
@@ -380,6 +387,7 @@ def row_of(outcomes: Sequence[Outcome]) -> dict[str, Measurement]:
         "revocations that no gateway had seen": sum(one.num_unrevoked for one in rounds),
         "queued jobs, fewest": min(one.num_queued for one in rounds),
         "streams that were not confirmed for 30 s": sum(one.num_unconfirmed for one in outcomes),
+        "streams that diverged": sum(one.num_diverged for one in outcomes),
         "streams over HTTP": sum(one.num_http for one in outcomes),
         "chunks that a reader saw and the promoted replica lacked": (
             f"{sum(one.tokens_at_risk for one in outcomes)} of {sum(one.num_chunks for one in outcomes)}"
@@ -419,6 +427,7 @@ async def run(args: argparse.Namespace) -> int:
         num_problems += found
         if not found and args.record:
             level = "" if args.token_durability == MEMORY else f", tokens {args.token_durability}"
+            level += ", other tokens at each take" if args.differs else ""
             load = f"{args.streams} streams{level}, {args.backlog} queued jobs, {outcomes[-1].server}"
             record("Fail-overs by Sentinel", f"{kind}; {load}", row)
     return num_problems
@@ -437,9 +446,11 @@ def main() -> None:
     parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--forgetful", action="store_true", help="nodes do not repeat ends: the check must turn red")
     parser.add_argument("--token-durability", default=MEMORY, choices=[MEMORY, REPLICATED], help="of streams")
+    parser.add_argument("--differs", action="store_true", help="other tokens at each take; implies --http 0")
     parser.add_argument("--history", type=Path, help="a file to which the histories are added, as JSON Lines")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
+    args.http = 0 if args.differs else args.http
     raise SystemExit(1 if asyncio.run(run(args)) else 0)
 
 

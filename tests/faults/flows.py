@@ -1,7 +1,8 @@
 """`python -m faults.flows`: random flows run to their ends while everything that runs them is killed.
 
 Each row must end once, as a model says that knows only the rows, and with the text that its parents' texts give. Some
-flows are paused for a while, and some are cancelled: their rows end once too. It prints what was violated.
+flows are paused for a while, and some are cancelled: their rows end once too. Engines fail at tokens, and the rows are
+tried again. It prints what was violated.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ URL = "/v1/completions"
 MAX_TOKENS = 8
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 ENDED = frozenset(("completed", "failed", "cancelled", "expired"))
+ATTEMPTS = {"max_attempts": 8, "retry_backoff_s": 0.05}
+"""Of each row. A row whose engine fails goes on after its last token, so it is practically never out of attempts."""
 _BETWEEN = "\n\n"
 _SHOWN = 3
 _DAY_MS = 86_400_000
@@ -113,7 +116,7 @@ async def submit(api: Api, flow: RandomFlow, name: str) -> None:
     content = "".join(json.dumps(row) + "\n" for row in reversed(flow.rows)).encode()
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("flow.jsonl", content)}}
     file = await api("POST", "/v1/files", headers={"Idempotency-Key": f"file {name}"}, **form)
-    body = {"input_file_id": file.json()["id"], "endpoint": FLOW_ENDPOINT, "completion_window": "24h"}
+    body = {"input_file_id": file.json()["id"], "endpoint": FLOW_ENDPOINT, "completion_window": "24h", **ATTEMPTS}
     flow.id = (await api("POST", "/v1/batches", json=body, headers={"Idempotency-Key": name})).json()["id"]
 
 
@@ -170,7 +173,8 @@ async def run(args: argparse.Namespace) -> list[str]:
             RedisProcess(folder / "redis") as server,
         ):
             shape = {"log_jobs": False, "max_num_seqs": 32, "step_s": args.step_s, "result_ttl_ms": _DAY_MS}
-            fleet = Fleet(server, POOL, num_nodes=2, num_gateways=2, keeps_ports=True, idem_ttl_ms=_DAY_MS, **shape)
+            shape |= {"idem_ttl_ms": _DAY_MS, "error_share": args.error_share, "avoid_ms": 0}
+            fleet = Fleet(server, POOL, num_nodes=2, num_gateways=2, keeps_ports=True, **shape)
             try:
                 await fleet.start()
                 found = await _run_flows(args, fleet, rng)
@@ -213,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--every", type=float, default=4.0, help="seconds between two kills, on average")
     one.add_argument("--patience-s", type=float, default=600.0)
     one.add_argument("--step-s", type=float, default=0.01)
+    one.add_argument("--error-share", type=float, default=0.02, help="of the tokens at which an engine fails")
     one.add_argument("--seed", type=int, default=secrets.randbits(32))
     return one
 

@@ -37,6 +37,7 @@ from clients.environments import install
 from faults.tools.answers import CASES, PATIENCE_S, TEXT, BrokenAnswerError, Case, Reader, comparable, same
 from faults.tools.linked_releases import LinkedReleases
 from faults.tools.redis_process import RedisProcess
+from faults.tools.report import Measurement, record
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
@@ -367,6 +368,18 @@ def run(
     }
 
 
+def note(row: str, found: Mapping[str, Any]) -> None:
+    """Record what a campaign found."""
+    measured: dict[str, Measurement] = {
+        "ends of a gateway": found["kills"],
+        "answers, each complete and equal": found["answers"],
+        "jobs, and those that the answers needed": f"{found['jobs']}, {found['requests_jobs']}",
+        "closed without a byte and a job": found["closed_without_a_byte_and_a_job"],
+        "pause p50, p99 (s)": f"{found['pause_p50_s']}, {found['pause_p99_s']}",
+    }
+    record("Gateways with a keeper", row, measured)
+
+
 def main() -> None:
     """Run the campaign as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -378,6 +391,7 @@ def main() -> None:
     parser.add_argument("--upgrades", action="store_true", help="restart by SIGHUP with another release, and back")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further gateway ends")
     parser.add_argument("--log", type=Path, help="file for the gateways' log")
+    parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     how = {"fast": given.fast, "reloads": given.reloads, "upgrades": given.upgrades, "minutes": given.minutes}
     found = run(given.kills, given.readers, given.seed, **how)
@@ -388,6 +402,9 @@ def main() -> None:
     is_switched = not given.upgrades or found["switched_to"] == found["served_again"]
     if found["violations"] or found["jobs"] != found["requests_jobs"] or not is_switched:
         sys.exit("violated")
+    if given.record:
+        row = "upgraded, and back" if given.upgrades else "restarted by SIGHUP" if given.reloads else "killed"
+        note(f"{row}; {given.readers} readers of each kind", found)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,14 @@ HOLD_S = 15.0
 """How long a fault lasts. Callers wait for Redis for 30 s, so no stream ends with an error."""
 BEFORE_S = 3.0
 PATIENCE_S = 240.0
-FLOOD_PER_S = 40
-"""Completions of an overload."""
+RESTART_S = 0.5
+"""Interval at which a supervisor looks at its node."""
+FLOOD_CLIENTS = 200
+FLOOD_TOKENS = 60
+FLOOD_RETRY_S = 4.0
+"""An overload: clients that always have a request, and come back so long after a refusal. So it is one on a slow
+machine too. Long steps keep the work of this machine small. Most of the node's slots are theirs, not those of streams.
+"""
 AFTER_S = 15.0
 """How long alerts are watched after a fault was mended."""
 NODE: Mapping[str, Any] = {"pool": POOL, "step_s": STEP_S, "lease_ms": 3000, "max_wait_ms": 6000}
@@ -60,7 +66,7 @@ class Drilled:
     """Times that a stream broke, and its reader came back."""
     longest_gap_s: float = 0.0
     nodes_ended: int = 0
-    """Nodes that the fault ended, and that were started again."""
+    """How often a node that had ended was started again."""
     named_by: list[str] = field(default_factory=list)
     """Which of log, /ready, metric and answer had the state's name."""
     answers: dict[str, int] = field(default_factory=dict)
@@ -103,11 +109,38 @@ class Fault:
     hold_s: float = HOLD_S
     num_tokens: int = NUM_TOKENS
     max_num_seqs: int = 64
+    step_s: float = STEP_S
     slow_step_s: float = 0.0
     """If not 0, the pool has a second node, whose steps take so long."""
     clock_s: float = 0.0
     """By how much the gateway's clock is ahead."""
     has_sentinel: bool = False
+    is_supervised: bool = True
+    """Whether a node that ends is started again while the fault lasts, and not only after it."""
+
+
+class Supervisor:
+    """Starts the node of a drill again whenever it has ended, as systemd would."""
+
+    def __init__(self, stack: ExitStack, node: NodeProcess, start: Callable[[int], NodeProcess]) -> None:
+        """`start`: starts a node with that number."""
+        self._stack = stack
+        self._node = node
+        self._start = start
+        self.num_started = 0
+
+    async def run(self) -> None:
+        """Look at the node until canceled."""
+        while True:
+            self.look()
+            await asyncio.sleep(RESTART_S)
+
+    def look(self) -> None:
+        """Start the node again if it does not run."""
+        if not self._node.is_running:
+            self.num_started += 1
+            self._node = self._start(self.num_started)
+            self._stack.callback(self._node.close)
 
 
 class TimedReading(HttpReading):
@@ -183,21 +216,24 @@ def _fail_over(staged: Staged) -> Mend:
 
 
 def _overload(staged: Staged) -> Mend:
-    """Send several times as many completions as the node completes in the longest wait that admission allows."""
-    body = {"model": POOL, "prompt": "more", "max_tokens": 100}
+    """Let more clients ask than the node has slots, and places in the longest wait that admission allows."""
+    body = {"model": POOL, "prompt": "more", "max_tokens": FLOOD_TOKENS}
     is_over = threading.Event()
 
     async def ask(http: httpx.AsyncClient) -> None:
-        answer = await http.post("/v1/completions", json=body)
-        if answer.is_error:
-            _count(staged.answers, f"{answer.status_code} {answer.json()['error']['code']}")
+        while not is_over.is_set():
+            # It waits for its turn, however long: a time-out of one would end the flood.
+            answer = await http.post("/v1/completions", json=body, timeout=None)
+            if answer.is_error:
+                _count(staged.answers, f"{answer.status_code} {answer.json()['error']['code']}")
+                await asyncio.sleep(FLOOD_RETRY_S)
 
     async def flood() -> None:
         async with http_client() as http, asyncio.TaskGroup() as group:
             http.base_url = httpx.URL(staged.gateway.url)
-            while not is_over.is_set():
+            for _ in range(FLOOD_CLIENTS):
                 group.create_task(ask(http))
-                await asyncio.sleep(1 / FLOOD_PER_S)
+                await asyncio.sleep(FLOOD_RETRY_S / FLOOD_CLIENTS)
 
     thread = threading.Thread(target=lambda: asyncio.run(flood()))
     thread.start()
@@ -251,7 +287,9 @@ FAULTS: Mapping[str, Fault] = {
         said=("answer", "log"),
         alerts=("PenstockBacklog", "PenstockCallersRefused", "PenstockPoolRefuses"),
         hold_s=130.0,
-        max_num_seqs=16,
+        max_num_seqs=48,
+        num_tokens=NUM_TOKENS // 5,
+        step_s=5 * STEP_S,
     ),
     "no_node": Fault(
         _end_node,
@@ -266,72 +304,83 @@ FAULTS: Mapping[str, Fault] = {
             "PenstockNoNode",
         ),
         hold_s=150.0,
+        is_supervised=False,
     ),
     "slow_node": Fault(
-        _nothing, "", said=(), alerts=("PenstockSlowNode",), hold_s=140.0, num_tokens=4000, slow_step_s=6 * STEP_S
+        _nothing, "", said=(), alerts=("PenstockSlowNode",), hold_s=140.0, num_tokens=4000, slow_step_s=2.5 * STEP_S
     ),
 }
+
+
+def _stage(stack: ExitStack, fault: Fault, folder: Path, seen: Drilled) -> tuple[Staged, Supervisor, FastAlerts | None]:
+    """Start the processes of a drill."""
+    servers = stack.enter_context(Replicated(folder)) if fault.has_sentinel else None
+    server = servers.master if servers else stack.enter_context(RedisProcess(folder / "redis", port=free_port()))
+    url = servers.url if servers else server.url
+    settings = {**NODE, "max_num_seqs": fault.max_num_seqs, "step_s": fault.step_s}
+    ports = [free_port() for _ in range(2 if fault.slow_step_s else 1)]
+
+    def again(number: int) -> NodeProcess:
+        return NodeProcess(url, **settings, name=f"again{number}", metrics_port=ports[0])
+
+    node = stack.enter_context(NodeProcess(url, **settings, metrics_port=ports[0]))
+    if fault.slow_step_s:
+        slow = {**settings, "step_s": fault.slow_step_s, "name": "slow", "metrics_port": ports[1]}
+        stack.enter_context(NodeProcess(url, **slow))
+    with _environment(faked_clock(fault.clock_s)):
+        gateway = stack.enter_context(GatewayProcess(url))
+    alerts = None
+    if prometheus_program():
+        targets = {
+            "penstock-gateway": [urlsplit(gateway.url).netloc],
+            "penstock-node": [f"127.0.0.1:{port}" for port in ports],
+        }
+        alerts = stack.enter_context(FastAlerts(folder / "prometheus", targets))
+    return Staged(server, gateway, node, seen.answers, servers), Supervisor(stack, node, again), alerts
 
 
 async def drill(name: str, folder: Path, *, num_streams: int = NUM_STREAMS) -> Drilled:
     """Run streams, cause the fault after a while, mend it, and wait for the ends of all streams."""
     fault, seen = FAULTS[name], Drilled(num_streams)
     with ExitStack() as stack:
-        servers = stack.enter_context(Replicated(folder)) if fault.has_sentinel else None
-        server = servers.master if servers else stack.enter_context(RedisProcess(folder / "redis", port=free_port()))
-        url = servers.url if servers else server.url
-        settings = {**NODE, "max_num_seqs": fault.max_num_seqs}
-        ports = [free_port() for _ in range(2 if fault.slow_step_s else 1)]
-        node = stack.enter_context(NodeProcess(url, **settings, metrics_port=ports[0]))
-        if fault.slow_step_s:
-            slow = {**settings, "step_s": fault.slow_step_s, "name": "slow", "metrics_port": ports[1]}
-            stack.enter_context(NodeProcess(url, **slow))
-        with _environment(faked_clock(fault.clock_s)):
-            gateway = stack.enter_context(GatewayProcess(url))
-        staged = Staged(server, gateway, node, seen.answers, servers)
-        alerts = None
-        if prometheus_program():
-            targets = {
-                "penstock-gateway": [urlsplit(gateway.url).netloc],
-                "penstock-node": [f"127.0.0.1:{port}" for port in ports],
-            }
-            alerts = stack.enter_context(FastAlerts(folder / "prometheus", targets))
+        staged, supervisor, alerts = _stage(stack, fault, folder, seen)
         async with http_client() as http:
             works = [new_work(POOL, fault.num_tokens) for _ in range(num_streams)]
             readings = [TimedReading() for _ in works]
             reading = [
-                asyncio.create_task(_read(http, gateway.url, *one, seen)) for one in zip(readings, works, strict=True)
+                asyncio.create_task(_read(http, staged.gateway.url, *one, seen))
+                for one in zip(readings, works, strict=True)
             ]
             await asyncio.sleep(BEFORE_S)
             if alerts:
                 alerts.begin()
                 watching = asyncio.create_task(_look(alerts))
             mend = await asyncio.to_thread(fault.begin, staged)
+            supervising = asyncio.create_task(supervisor.run()) if fault.is_supervised else None
             named = await _watch(http, staged, fault, seen)
             if (ending := mend()) is not None:
                 await ending
-            if not node.is_running:
-                # A node without rights ends, and its supervisor starts it again.
-                again = NodeProcess(url, **settings, name="again", metrics_port=ports[0])
-                node = await asyncio.to_thread(stack.enter_context, again)
-                seen.nodes_ended += 1
+            supervising = supervising or asyncio.create_task(supervisor.run())
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*reading)
             if alerts:
                 await asyncio.sleep(AFTER_S)
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+            supervising.cancel()
+            await asyncio.gather(supervising, return_exceptions=True)
+            seen.nodes_ended = supervisor.num_started
         for one, work in zip(readings, works, strict=True):
             one.check(work)
         seen.whole = len(works)
         seen.longest_gap_s = round(max(one.longest_gap_s for one in readings), 2)
-        named |= {"log"} if fault.name and fault.name in gateway.log else set()
+        named |= {"log"} if fault.name and fault.name in staged.gateway.log else set()
         seen.named_by = sorted(named)
         if alerts:
             seen.alerts = alerts.fired
             seen.missing_alerts = sorted(set(fault.alerts) - set(alerts.fired))
             seen.wrong_alerts = sorted(set(alerts.fired) - set(fault.alerts))
-        admin = connect(servers.replica.url if servers else server.url)
+        admin = connect((staged.servers.replica if staged.servers else staged.server).url)
         await check_settled(admin, POOL)
         await admin.aclose()
     return seen

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from faults.gateway_kills import KeptGateway, num_jobs_of, started
+from faults.gateway_kills import STEP_S, KeptGateway, num_jobs_of, started
 from faults.tools.answers import CASES, TEXT, Answer, BrokenAnswerError, Case, Reader, same
 
 from penstock.gateway.kept.answer import MAX_TAKEOVERS
@@ -25,9 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SITE = Path(__file__).parents[1] / "fakes/processes/armed_site"
 CHAT, WHOLE, MESSAGE, RESPONSE = CASES[0], CASES[2], CASES[6], CASES[8]
 AT_EACH_POINT = (
-    "between|ring and commit|25",
+    "before|count of a small part|3",
     "before|first byte of a takeover|1",
     "after|put|1",
+    "within|count of a small part|2",
+    "after|count of a small part|2",
     "after|event|2",
     "between|ring and commit|1",
 )
@@ -90,6 +92,7 @@ def test_an_answer_is_whole_though_its_gateways_are_killed_at_each_point(
     with gateway_with(redis_url, tmp_path, ";".join(faults)) as (gateway, engine):
         before = num_jobs_of(gateway.url)
         if case.body.get("stream"):
+            engine.step_s = STEP_S  # Faster, a chunk has many tokens, and the answer fewer parts than there are points.
             engine.may_go_on.clear()
         ended = threading.Event()
         held = threading.Thread(target=hold_back, args=(engine, counted, ended))
@@ -170,3 +173,32 @@ def test_a_client_that_closes_while_no_gateway_runs_ends_its_job(redis_url: str,
             assert time.monotonic() < until_s + 120
             time.sleep(0.2)
         engine.may_go_on.set()
+
+
+def test_a_stream_goes_on_of_a_job_whose_output_is_refused_and_tried_again(redis_url: str, tmp_path: Path) -> None:
+    with (
+        gateway_with(redis_url, tmp_path) as (gateway, engine),
+        httpx.Client(base_url=gateway.url, timeout=300) as http,
+    ):
+        engine.waits_after = 30
+        engine.may_go_on.clear()
+        tries = {"max_attempts": 2, "retry_backoff_s": 0, "check_output": {"regex": "[0-9]+"}}
+        job_id = http.post("/v1/jobs", json={"prompt": TEXT, "params": {"max_tokens": 100}, **tries}).json()["id"]
+        with http.stream("GET", f"/v1/jobs/{job_id}/stream") as answer:
+            parts = answer.iter_bytes()
+            body = b""
+            while len(body) < 200:
+                body += next(parts)
+            gateway.kill()
+            gateway.wait_until_it_serves_again()
+            engine.may_go_on.set()
+            body += b"".join(parts)
+        chunks = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
+        assert [chunk["index"] for chunk in chunks] == [*range(len(chunks))]
+        assert "".join(chunk.get("text", "") for chunk in chunks) == TEXT[:100]
+        assert chunks[-1]["outcome"]["code"] == "output_rejected"
+        status = http.get(f"/v1/jobs/{job_id}").json()
+        assert (status["state"], status["retried_as"] != job_id) == ("failed", True)
+        # The stream of the job that took its place is one of its own.
+        again = http.get(f"/v1/jobs/{status['retried_as']}/stream").content
+        assert b"output_rejected" in again

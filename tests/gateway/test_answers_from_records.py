@@ -26,7 +26,7 @@ from penstock.gateway.apis.responses.encoder import ResponseDialect, answer_opti
 from penstock.gateway.apis.responses.record import StoredResponse, decode_stored_response
 from penstock.gateway.apis.tasks.routes import RerankEncoder
 from penstock.gateway.kept.answer import AnswerKeep, unpacked
-from penstock.gateway.kept.slots import SLOT_BYTES, AnswerSlot, Left
+from penstock.gateway.kept.slots import AnswerSlot, Left, memory_bytes
 from penstock.gateway.request.earlier_reasoning import SEAL
 from penstock.gateway.request.generation import GenerationRequest, StreamPosition
 from penstock.gateway.request.jobs import Keeping, open_jobs
@@ -117,7 +117,7 @@ STREAMS: dict[str, tuple[Dialect, AnswerHead]] = {
 
 
 def resumed_at(counters: Sequence[int], total: int, flags: int = 0) -> AnswerKeep:
-    slot = AnswerSlot(mmap.mmap(-1, SLOT_BYTES), 0)
+    slot = AnswerSlot(mmap.mmap(-1, memory_bytes(1)), 0)
     slot.begin(b"", len(counters) // 2, num_before=0, num_read=0)
     cycle: Any = SimpleNamespace(send=None, transport=SimpleNamespace(write=None, get_write_buffer_size=None))
     keep = AnswerKeep(cycle, cycle)

@@ -91,7 +91,7 @@ def test_the_scrape_configuration_has_the_jobs_that_rules_and_panels_name() -> N
 def test_promtool_accepts_and_tests_the_rules() -> None:
     assert PROMTOOL is not None
     for words in (("test", "rules", "alerts_test.yml"), ("check", "config", "--syntax-only", "prometheus.yml")):
-        run = subprocess.run([PROMTOOL, *words], cwd=OBSERVE, capture_output=True, text=True, timeout=60)
+        run = subprocess.run([PROMTOOL, *words], cwd=OBSERVE, capture_output=True, text=True, timeout=180)
         assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -104,6 +104,6 @@ def test_promtool_notices_a_rule_that_never_fires(tmp_path: Path) -> None:
     (tmp_path / "alerts.yml").write_text(rules.replace("penstock_redis_up == 0", "penstock_redis_up == 2"))
     (tmp_path / "alerts_test.yml").write_text((OBSERVE / "alerts_test.yml").read_text())
     assert PROMTOOL is not None
-    run = subprocess.run([PROMTOOL, "test", "rules", "alerts_test.yml"], cwd=tmp_path, capture_output=True, timeout=60)
+    run = subprocess.run([PROMTOOL, "test", "rules", "alerts_test.yml"], cwd=tmp_path, capture_output=True, timeout=180)
     assert run.returncode != 0
     assert b"PenstockRedisDown" in run.stdout + run.stderr

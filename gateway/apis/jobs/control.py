@@ -84,6 +84,7 @@ class ControlRoutes:
         self.router = APIRouter()
         for path, method, endpoint in (
             ("/v1/jobs/bulk", "POST", self.start_bulk),
+            ("/v1/jobs/bulk", "GET", self.list_bulks),
             ("/v1/jobs/bulk/{bulk_id}", "GET", self.show_bulk),
             ("/v1/jobs/bulk/{bulk_id}", "DELETE", self.stop_bulk),
             ("/v1/jobs/paused", "GET", self.paused),
@@ -138,6 +139,11 @@ class ControlRoutes:
         )
         report = await self._control.report(bulk_id, tenant=caller.tenant)
         return JSONResponse(report.as_object(), 202, {"Location": f"/v1/jobs/bulk/{bulk_id}"})
+
+    async def list_bulks(self, request: Request) -> dict[str, Any]:
+        """List the bulk actions that the caller's tenant has begun and that have not ended, oldest first."""
+        reports = await self._control.running(tenant=caller_of(request).tenant)
+        return {"object": "list", "data": [report.as_object() for report in reports]}
 
     async def show_bulk(self, request: Request, bulk_id: str) -> dict[str, Any]:
         """Return what a bulk action has done so far, for a day after its end."""

@@ -83,6 +83,8 @@ class _Position:
 class JobLog:
     """A job of one tenant as a `MessageLog`."""
 
+    content_type = "application/json"
+
     def __init__(
         self,
         client: AsyncClient,

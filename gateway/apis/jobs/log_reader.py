@@ -1,15 +1,17 @@
 """The read half of Durable Streams 1.0 (https://github.com/durable-streams/durable-streams), over a log of messages.
 
-A reader names an offset and gets the messages behind it as a JSON array, at once, by long-poll, or as server-sent
-events. Offsets are texts that only the log understands. They sort as the log does. `LogReader` knows no jobs: it reads
-any `MessageLog`.
+A reader names an offset and gets the messages behind it at once, by long-poll, or as server-sent events: as a JSON
+array, or joined if the log's messages are no JSON. Offsets are texts that only the log understands. They sort as the
+log does. `LogReader` knows no jobs: it reads any `MessageLog`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from penstock.gateway.errors import error_body
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.stream.answer import Answers
 from penstock.gateway.stream.event_stream import EventSource, until_disconnected, while_connected
-from penstock.gateway.stream.writer import CallerGoneError, EventWriter, event
+from penstock.gateway.stream.writer import EVENT_STREAM, CallerGoneError, EventWriter, event
 
 OFFSET, LIVE, CURSOR = "offset", "live", "cursor"
 """The parameters of the query. A request with one of the first two is one of Durable Streams."""
@@ -48,7 +50,6 @@ class Page:
     """The next messages of a log."""
 
     messages: Sequence[bytes]
-    """Each one is a JSON value."""
     next_offset: str
     """That behind the last message."""
     is_up_to_date: bool
@@ -62,6 +63,8 @@ class MessageLog(Protocol):
 
     name: str
     """It differs from that of every other log."""
+    content_type: str
+    """Of the messages. Each one is a JSON value if this is `application/json`, else a part of a text or of bytes."""
     headers: Mapping[str, str]
     """What its answers have beside the protocol's headers."""
 
@@ -87,7 +90,8 @@ class LogReader:
     async def head(self, log: MessageLog) -> Response:
         """Return the end of the log, and whether it is closed, as headers."""
         page = await _first(log, NOW)
-        return Response(headers={**log.headers, **_headers_of(page), **_JSON, "Cache-Control": "no-store"})
+        headers = {**log.headers, **_headers_of(page), "Content-Type": log.content_type, "Cache-Control": "no-store"}
+        return Response(headers=headers)
 
     def read(self, request: Request, log: MessageLog) -> Response:
         """Return the messages behind the offset that the query names. Raises RequestError."""
@@ -112,11 +116,13 @@ async def _first(log: MessageLog, offset: str) -> Page:
         return await anext(pages)
 
 
-_JSON = {"Content-Type": "application/json", "X-Content-Type-Options": "nosniff"}
+_SAFE = {"Cross-Origin-Resource-Policy": "same-origin"}
+_LINE_ENDS = re.compile(rb"\r\n|\r|\n")
+"""All that end a line of server-sent events."""
 
 
 def _headers_of(page: Page) -> dict[str, str]:
-    headers = {"Stream-Next-Offset": page.next_offset}
+    headers = {"Stream-Next-Offset": page.next_offset, **_SAFE}
     if page.is_up_to_date:
         headers["Stream-Up-To-Date"] = "true"
     if page.is_closed:
@@ -135,8 +141,27 @@ def next_cursor(known: str | None, now_s: float) -> str:
     return str(interval)
 
 
-def _array_of(messages: Sequence[bytes]) -> bytes:
+def _kind_of(log: MessageLog) -> str:
+    """Return the log's content type without parameters."""
+    return log.content_type.partition(";")[0].strip().lower()
+
+
+def _body_of(log: MessageLog, messages: Sequence[bytes]) -> bytes:
+    if _kind_of(log) != "application/json":
+        return b"".join(messages)
     return b"[" + b",".join(messages) + b"]"
+
+
+def _is_binary(log: MessageLog) -> bool:
+    """Return whether events have its messages as base64, because lines of text cannot hold them."""
+    kind = _kind_of(log)
+    return kind != "application/json" and not kind.startswith("text/")
+
+
+def _event(name: bytes, body: bytes) -> bytes:
+    """Return an event with any text. A reader removes one space before each line's text, if there is one."""
+    lines = [b"data:" + (b" " if line.startswith(b" ") else b"") + line for line in _LINE_ENDS.split(body)]
+    return b"\n".join([b"event: " + name, *lines]) + b"\n\n"
 
 
 class _PageAnswer(Response):
@@ -177,14 +202,15 @@ class _PageAnswer(Response):
             return page
 
     def _with_messages(self, page: Page, headers: dict[str, str]) -> Response:
+        body, kind = _body_of(self._log, page.messages), {"Content-Type": self._log.content_type}
         if self._offset == NOW:
-            return Response(_array_of(page.messages), headers={**headers, **_JSON, "Cache-Control": "no-store"})
+            return Response(body, headers={**headers, **kind, "Cache-Control": "no-store"})
         tag = f'"{self._log.name}:{self._offset}:{page.next_offset}{":c" if page.is_closed else ""}"'
         # What is at the end of an open log is asked for again, until there is something.
         headers |= {"ETag": tag, "Cache-Control": _CACHED if page.messages else "no-store"}
         if not self._waits and _has_tag(self._known, tag):
             return Response(status_code=304, headers=headers)
-        return Response(_array_of(page.messages), headers={**headers, **_JSON})
+        return Response(body, headers={**headers, **kind})
 
 
 def _has_tag(known: str | None, tag: str) -> bool:
@@ -208,7 +234,9 @@ class _LogEvents(EventSource):
 
     async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
         """Send pages until the log is closed, or for EVENTS_S."""
-        writer.headers.update(self._log.headers)
+        writer.headers.update({**self._log.headers, **_SAFE, "Content-Type": EVENT_STREAM})
+        if _is_binary(self._log):
+            writer.headers["Stream-SSE-Data-Encoding"] = "base64"
         end_s = asyncio.get_running_loop().time() + EVENTS_S
         async with aclosing(self._log.pages(self._offset)) as pages:
             while True:
@@ -230,5 +258,6 @@ class _LogEvents(EventSource):
             control["upToDate"] = True
         if page.is_closed:
             control["streamClosed"] = True
-        data = b"event: data\ndata: " + _array_of(page.messages) + b"\n\n" if page.messages else b""
-        return data + b"event: control\ndata: " + to_json(control) + b"\n\n"
+        body = _body_of(self._log, page.messages)
+        data = _event(b"data", b64encode(body) if _is_binary(self._log) else body) if page.messages else b""
+        return data + _event(b"control", to_json(control))

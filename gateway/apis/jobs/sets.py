@@ -1,17 +1,17 @@
-"""`GET /v1/jobs/counts`: how many jobs of a tenant, a tag or a batch are in which state, and when the last one ends."""
+"""`GET /v1/jobs/counts`: how many jobs of a tenant, tag, batch or bulk action are in which state, and when they end."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import RequestError
 from penstock.gateway.errors import soon
 from penstock.gateway.request.reading import caller_of
-from penstock.producer.client.job_sets import JobSets
+from penstock.producer.client.job_sets import JobSets, SetOptions
 
-_PARAMETERS = ("tag", "batch", "pool")
+_PARAMETERS = ("tag", "batch", "bulk", "pool")
 
 
 class SetRoutes:
@@ -25,7 +25,7 @@ class SetRoutes:
     async def counts(self, request: Request) -> dict[str, Any]:
         """Count the caller's jobs by state and class, with their rate and expected end.
 
-        `?tag=` and `?pool=`, or `?batch=` (also a flow). `?tenant=` needs the scope `admin`.
+        `?tag=` and `?pool=`, or `?batch=` (also a flow), or `?bulk=` (an action). `?tenant=` needs the scope `admin`.
         """
         given, caller = dict(request.query_params), caller_of(request)
         tenant = given.pop("tenant", caller.tenant)
@@ -36,5 +36,5 @@ class SetRoutes:
             raise RequestError(f"{name}: counts take only tenant, {', '.join(_PARAMETERS)}", param=name)
         named = {name: given.get(name) for name in _PARAMETERS}
         async with soon():
-            counts = await self._sets.counts(tag=named["tag"], batch=named["batch"], pool=named["pool"], tenant=tenant)
+            counts = await self._sets.counts(**cast(SetOptions, {**named, "tenant": tenant}))
         return counts.as_object()

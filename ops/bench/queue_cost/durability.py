@@ -47,7 +47,7 @@ async def measure_durability() -> None:
     with_replica: tuple[Durability, ...] = (MEMORY, REPLICATED)
     for durability in with_replica:
         for num_callers in CONCURRENCY:
-            with _pair() as url, node(url, 0.0):
+            with redis_pair() as url, node(url, 0.0):
                 took_s, times_s = await _submissions(url, durability, num_callers)
             _print_row("everysec, a replica", durability, num_callers, took_s, times_s)
 
@@ -74,7 +74,7 @@ async def _submissions(url: str, durability: Durability, num_callers: int) -> tu
 
 
 @contextmanager
-def _pair() -> Iterator[str]:
+def redis_pair() -> Iterator[str]:
     """Yield the URL of a server with `appendfsync everysec` that has a replica on the same machine."""
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]

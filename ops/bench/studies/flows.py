@@ -1,8 +1,10 @@
 """What waiting costs: `python -m bench.studies.flows --rows 10000 --steps 100 --turns 3` prints a table.
 
-`wide`: rows and one that waits for all of them, beside the same rows as a plain batch, by turns. `chain`: rows of which
-each waits for the one before it, beside the same jobs one after the other from a client. The engine is a clock, so the
-rest shows. The CPU time is that of Redis, node and gateway together. Other work on the machine changes it little.
+`wide`: rows and one that waits for all of them, beside the same rows as a plain batch, by turns. That one row comes
+after all others, so the flow also takes the time of one job alone, which a slow model makes long: the table has the
+ratio with it, and that time, which is to be subtracted for such a model. `chain`: rows of which each waits for the one
+before it, beside the same jobs one after the other from a client. The engine is a clock, so the rest shows. The CPU
+time is that of Redis, node and gateway together. Other work on the machine changes it little.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 FLOW, CHAT = "flow", "/v1/chat/completions"
 POLL_S = 0.02
+NUM_ALONE = 20
 PROMPT = "Say one word."
 
 
@@ -50,7 +53,12 @@ def seconds_of(http: httpx.Client, rows: Sequence[dict[str, Any]], endpoint: str
     return time.monotonic() - begun_s
 
 
-def wide(http: httpx.Client, pids: Sequence[int], num_rows: int, num_turns: int) -> None:
+def job_alone(client: Client) -> None:
+    """Run a job of one token."""
+    client.submit([{"role": "user", "content": PROMPT}], model=POOL, max_tokens=1, ignore_eos=True).result()
+
+
+def wide(http: httpx.Client, client: Client, pids: Sequence[int], num_rows: int, num_turns: int) -> None:
     """Print the seconds and the CPU seconds of both, and their ratios. `pids`: the processes whose CPU time counts."""
     rows = [row(f"r{at}") for at in range(num_rows)]
     last = row("all", after=[one["custom_id"] for one in rows])
@@ -64,16 +72,21 @@ def wide(http: httpx.Client, pids: Sequence[int], num_rows: int, num_turns: int)
         plain, flow = (median(one[at] for one in of_kind) for of_kind in spent.values())
         shown = f"{flow:.2f} {unit} | {flow / plain:.3f}"
         print(f"| {num_rows:,} rows | {plain:.2f} {unit} | and one that waits for all | {shown} |", flush=True)
+    alone_ms = list[float]()
+    for _ in range(NUM_ALONE):
+        begun_s = time.monotonic()
+        job_alone(client)
+        alone_ms.append(1000 * (time.monotonic() - begun_s))
+    print(f"| one job | {median(alone_ms):.1f} ms | | | |", flush=True)
 
 
 def chain(http: httpx.Client, client: Client, pids: Sequence[int], num_steps: int, num_turns: int) -> None:
     """Print the milliseconds of a step of both, and their difference; then the same of the CPU time of `pids`."""
     rows = [row("r0"), *(row(f"r{at}", f"{PROMPT} {{{{r{at - 1}.text}}}}") for at in range(1, num_steps))]
-    messages = [{"role": "user", "content": PROMPT}]
 
     def jobs() -> None:
         for _ in range(num_steps):
-            client.submit(messages, model=POOL, max_tokens=1, ignore_eos=True).result()
+            job_alone(client)
 
     works = jobs, lambda: seconds_of(http, rows, FLOW)
     spent: list[list[tuple[float, float]]] = [[], []]
@@ -107,7 +120,7 @@ def main() -> None:
     ):
         print("| | alone | | as a flow | |\n|---|---|---|---|---|")
         pids = redis_pid(server), node_pid, gateway_pid
-        wide(http, pids, args.rows, args.turns)
+        wide(http, client, pids, args.rows, args.turns)
         chain(http, client, pids, args.steps, args.turns)
 
 

@@ -2,7 +2,9 @@
 
     python -m bench.studies.job_lists --open 200000 --ended 800000
 
-Open jobs are submitted; ended ones are copies of a few real ones, written directly. No node runs.
+Open jobs are submitted; ended ones are copies of a few real ones, written directly. No node runs. The CPU time is that
+of Redis's main thread for a whole page or count, however many calls it takes; other work on the machine changes it
+little. The longest call is of Redis's slow log, which also counts time for which Redis waited for a core.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 from statistics import quantiles
-from typing import Any, cast
+from typing import Any, Self, TypeVar, cast
 
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
+from bench.queue_cost.processes import cpu_us, redis_pid
 from penstock.contract.job import JobDef, Priority, SamplingParams
 from penstock.contract.job_actions import JobFilter
 from penstock.contract.job_counts import CountsOfPools
@@ -42,8 +45,12 @@ IN_FLIGHT = 64
 PER_PIPELINE = 2000
 NUM_PAGES = 300
 LATER_MS = 6 * 24 * 3_600_000
+TIMES = "p50 ms | p99 ms | longest call, ms | Redis's CPU, p50 ms | p99 ms"
 SLOW_US = 500
 """Calls from which on Redis notes their time."""
+
+
+T = TypeVar("T")
 
 
 def tags_of(number: int) -> tuple[str, ...]:
@@ -147,36 +154,59 @@ FILTERS: dict[str, tuple[JobFilter, int]] = {
 COUNTED: dict[str, str | None] = {"a tenant": None, "a tag of 25,000 jobs": "run:3", "a rare tag": "rare"}
 
 
-async def measure_pages(redis: Redis, name: str, wanted: JobFilter, limit: int) -> None:
+class Watch:
+    """Times of calls, and Redis's CPU time for them."""
+
+    def __init__(self, redis: Redis, pid: int) -> None:
+        self._redis = redis
+        self._pid = pid
+        self._times_ms: list[float] = []
+        self._cpu_ms: list[float] = []
+
+    async def __aenter__(self) -> Self:
+        await self._redis.slowlog_reset()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.columns = " | ".join(
+            (*self._shown(self._times_ms), await slowest_ms(self._redis), *self._shown(self._cpu_ms))
+        )
+
+    def _shown(self, times_ms: list[float]) -> tuple[str, str]:
+        cuts = quantiles(times_ms, n=100)
+        return f"{cuts[49]:.1f}", f"{cuts[98]:.1f}"
+
+    async def time(self, call: Awaitable[T]) -> T:
+        """Return the answer of a call, and note its times."""
+        begun_s, before_us = time.perf_counter(), cpu_us(self._pid, main_only=True)
+        answer = await call
+        self._cpu_ms.append((cpu_us(self._pid, main_only=True) - before_us) / 1e3)
+        self._times_ms.append(1000 * (time.perf_counter() - begun_s))
+        return answer
+
+
+async def measure_pages(redis: Redis, pid: int, name: str, wanted: JobFilter, limit: int) -> None:
     """Read pages from random places on, and print a row."""
-    lists, rng, times_s, num_jobs = JobLists(redis), random.Random(1), list[float](), 0
-    await redis.slowlog_reset()
+    lists, rng, num_jobs = JobLists(redis), random.Random(1), 0
     after: str | None = None
-    for _ in range(NUM_PAGES):
-        begun_s = time.perf_counter()
-        page = await lists.page(wanted, after=after, limit=limit)
-        times_s.append(time.perf_counter() - begun_s)
-        num_jobs += len(page.jobs)
-        after = page.next_after if rng.random() < 0.9 else None
-    cuts = [1000 * one for one in quantiles(times_s, n=100)]
-    print(
-        f"| {name} | {num_jobs / NUM_PAGES:.0f} | {cuts[49]:.1f} | {cuts[98]:.1f} | {await slowest_ms(redis)} |",
-        flush=True,
-    )
+    async with Watch(redis, pid) as watch:
+        for _ in range(NUM_PAGES):
+            page = await watch.time(lists.page(wanted, after=after, limit=limit))
+            num_jobs += len(page.jobs)
+            after = page.next_after if rng.random() < 0.9 else None
+    print(f"| {name} | {num_jobs / NUM_PAGES:.0f} | {watch.columns} |", flush=True)
 
 
-async def measure_counts(redis: Redis, name: str, tag: str | None) -> None:
+async def measure_counts(redis: Redis, pid: int, name: str, tag: str | None) -> None:
     """Count a set again and again, and print a row."""
-    lists, times_s = JobLists(redis), list[float]()
-    await redis.slowlog_reset()
-    for _ in range(NUM_PAGES):
-        sums, begun_s = CountsOfPools(), time.perf_counter()
-        sums.add(await lists.counted(POOL, "t3", tag), has_tag=tag is not None)
-        times_s.append(time.perf_counter() - begun_s)
+    lists = JobLists(redis)
+    async with Watch(redis, pid) as watch:
+        for _ in range(NUM_PAGES):
+            sums = CountsOfPools()
+            sums.add(await watch.time(lists.counted(POOL, "t3", tag)), has_tag=tag is not None)
     counts = sums.counts("t3", tag)
     states = ", ".join(f"{count} {state}" for state, count in counts.states.items())
-    cuts = [1000 * one for one in quantiles(times_s, n=100)]
-    print(f"| {name} | {states} | {cuts[49]:.1f} | {cuts[98]:.1f} | {await slowest_ms(redis)} |", flush=True)
+    print(f"| {name} | {states} | {watch.columns} |", flush=True)
 
 
 async def slowest_ms(redis: Redis) -> str:
@@ -199,7 +229,7 @@ async def measure_bulk(url: str, redis: Redis, name: str, act: Callable[[AsyncCl
 async def study(num_open: int, num_ended: int) -> None:
     """Build the population, and print the tables."""
     with EmbeddedRedis(maxmemory_mib=4096) as server:
-        redis = connect(server.url)
+        redis, pid = connect(server.url), redis_pid(server)
         await redis.config_set("slowlog-log-slower-than", SLOW_US)
         await redis.config_set("slowlog-max-len", 10_000)
         population = Population(redis)
@@ -211,12 +241,12 @@ async def study(num_open: int, num_ended: int) -> None:
         print(
             f"{num_open} open and {num_ended} ended jobs, {used >> 20} MiB, built in {time.monotonic() - begun_s:.0f} s"
         )
-        print("| filter | jobs a page | p50 ms | p99 ms | longest call, ms |\n|---|---|---|---|---|")
+        print(f"| filter | jobs a page | {TIMES} |\n|---|---|---|---|---|---|---|")
         for name, (wanted, limit) in FILTERS.items():
-            await measure_pages(redis, name, wanted, limit)
-        print("| counts of | found | p50 ms | p99 ms | longest call, ms |\n|---|---|---|---|---|")
+            await measure_pages(redis, pid, name, wanted, limit)
+        print(f"| counts of | found | {TIMES} |\n|---|---|---|---|---|---|---|")
         for name, tag in COUNTED.items():
-            await measure_counts(redis, name, tag)
+            await measure_counts(redis, pid, name, tag)
         print("| bulk action | changed | already over | failed | s | longest call, ms |\n|---|---|---|---|---|---|")
         reclassed: dict[str, Any] = {"to_priority": "batch", "tag": "run:3"}
         await measure_bulk(

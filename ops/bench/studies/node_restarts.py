@@ -1,9 +1,10 @@
 """Streams through the end of one of two nodes: `python -m bench.studies.node_restarts --fault stop --tenants 1`.
 
-Two nodes with the demo model, each on a core of its own, answer streams of 400 tokens. When each stream has `--at`
-tokens, one node is stopped (SIGTERM) or killed (SIGKILL). Printed are: seconds until then; the median and the longest
-pause of the streams that paused, and how many did; the median and the last end after the fault; how long the remaining
-node takes for the tokens of the paused streams as prompts alone; a hash of the texts, which is the same in all runs.
+Two nodes with the demo model, each on a core of its own, answer streams of 400 tokens, and each takes half of them: the
+other one is held meanwhile. When each stream has `--at` tokens, one node is stopped (SIGTERM) or killed (SIGKILL).
+Printed are: seconds until then; the median and the longest pause of the streams that paused, and how many did; the
+median and the last end after the fault; how long the remaining node takes for the tokens of the paused streams as
+prompts alone; a hash of the texts, which is the same in all runs.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+
+from fixtures.tiny_model import make_tiny_model
 
 from bench.queue_cost.processes import child
 from penstock import AsyncClient
@@ -32,6 +38,7 @@ class Reader:
 
     def __init__(self, mark: int) -> None:
         self._mark = mark
+        self.has_begun = asyncio.Event()
         self.has_mark = asyncio.Event()
         self.times_s: list[float] = []
         self.num_tokens = 0
@@ -48,6 +55,7 @@ class Reader:
             self.tokens += chunk.token_ids
             self.num_tokens += len(chunk.token_ids)
             self.text += chunk.text
+            self.has_begun.set()
             if self.num_tokens >= self._mark:
                 self.has_mark.set()
 
@@ -58,7 +66,17 @@ class Reader:
         return max((later - sooner for sooner, later in pairwise(moments)), default=0.0)
 
 
-async def measure(url: str, pid: int, options: argparse.Namespace) -> None:
+async def start_half(readers: Sequence[Reader], other_pid: int) -> None:
+    """Wait until the streams have begun, while the other node is held, so that it takes none of them."""
+    os.kill(other_pid, signal.SIGSTOP)
+    try:
+        for reader in readers:
+            await reader.has_begun.wait()
+    finally:
+        os.kill(other_pid, signal.SIGCONT)
+
+
+async def measure(url: str, pids: Sequence[int], options: argparse.Namespace) -> None:
     """Start the streams, end the node, print the row."""
     readers = [Reader(options.at) for _ in range(options.streams)]
     async with AsyncExitStack() as stack:
@@ -66,14 +84,17 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> None:
         clients = [await stack.enter_async_context(AsyncClient(url, tenant=f"t{number}")) for number in tenants]
         async with asyncio.TaskGroup() as group:
             began_s = time.perf_counter()
-            for number, reader in enumerate(readers):
-                group.create_task(reader.read(clients[number % len(clients)], number, options.tokens))
+            for half, other_pid in enumerate(reversed(pids)):
+                numbers = range(half * options.streams // 2, (half + 1) * options.streams // 2)
+                for number in numbers:
+                    group.create_task(readers[number].read(clients[number % len(clients)], number, options.tokens))
+                await start_half([readers[number] for number in numbers], other_pid)
             for reader in readers:
                 await reader.has_mark.wait()
             fault_s = time.perf_counter()
             begun = [reader.prompt + reader.text for reader in readers]
             if options.fault != "none":
-                os.kill(pid, signal.SIGTERM if options.fault == "stop" else signal.SIGKILL)
+                os.kill(pids[0], signal.SIGTERM if options.fault == "stop" else signal.SIGKILL)
         pauses = [reader.longest_pause_s(fault_s) for reader in readers]
         moved = [number for number, pause in enumerate(pauses) if pause > MIN_PAUSE_S[options.fault]]
         # Another tenant shares no cached prefixes.
@@ -98,19 +119,26 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=1)
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--drain-s", type=float, default=20.0, help="the nodes' setting drain_s")
+    parser.add_argument("--timed", type=float, metavar="SCALE", help="a tiny model whose steps take a modelled time")
     parser.add_argument("--at", type=int, default=60, help="tokens of each stream before the fault")
     options = parser.parse_args()
-    model = str(demo_model())
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedRedis()).url
-        argv = ("penstock", "node", model, "--redis-url", url)
+        argv = ("penstock", "node", str(demo_model()), "--redis-url", url)
         env = {"PENSTOCK_NODE_PROGRESS": "json", "PENSTOCK_NODE_MAX_NUM_SEQS": "32"}
+        env |= {"PENSTOCK_NODE_DRAIN_S": str(options.drain_s)}
+        if options.timed:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            argv = ("bench.studies.timed_node", str(make_tiny_model(folder / "tiny")), url, str(options.timed))
+            env |= {"PENSTOCK_NODE_NUM_THREADS": "1"}
+            env |= {"PENSTOCK_NODE_MAX_PREFILL_MS_BESIDE_DECODE": str(30 * options.timed)}
         cores, pids = sorted(os.sched_getaffinity(0)), []
         for core in cores[:2]:
             os.sched_setaffinity(0, {core})  # a node inherits its core
             pids.append(stack.enter_context(child(*argv, **env))[0])
         os.sched_setaffinity(0, cores)
-        asyncio.run(measure(url, pids[0], options))
+        asyncio.run(measure(url, pids, options))
 
 
 if __name__ == "__main__":

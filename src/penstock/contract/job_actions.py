@@ -355,6 +355,25 @@ class BulkReport:
     num_failed: int = 0
     failures: tuple[tuple[str, str], ...] = ()
     """(job id, error code) of the first failures, at most 20 per pool."""
+    num_left: int | None = 0
+    """Jobs that it has still to look at, also some to which its filter does not apply; None if there are more than
+    1,000 tenants with jobs."""
+    now_ms: int = field(default=0, compare=False)
+    """Redis ms."""
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """Jobs per second that it has dealt with since its begin; None if that is not known."""
+        num_done = self.num_changed + self.num_asked_to_stop + self.num_already_over + self.num_failed
+        took_ms = (self.ended_ms or self.now_ms) - self.begun_ms
+        return 1000 * num_done / took_ms if num_done and took_ms > 0 else None
+
+    @property
+    def expected_end_ms(self) -> int | None:
+        """When it will have looked at all jobs at its present rate, in Unix ms, at the latest; None if not known."""
+        if self.state != "running" or not self.num_left or not self.rate_per_s:
+            return None
+        return self.now_ms + math.ceil(1000 * self.num_left / self.rate_per_s)
 
     def as_object(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -372,6 +391,10 @@ class BulkReport:
             "already_over": self.num_already_over,
             "failed": self.num_failed,
             "failures": [{"id": job_id, "code": code} for job_id, code in self.failures],
+            "left": self.num_left,
+            "rate_per_s": None if self.rate_per_s is None else round(self.rate_per_s, 3),
+            "expected_end_ms": self.expected_end_ms,
+            "now_ms": self.now_ms,
         }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.contract.job_actions import BulkReport
 from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.priority import NUM_LEVELS, class_of_level, is_background
 
@@ -16,12 +17,14 @@ RATE_MS = 60_000
 _LEAST_RATE_MS = 1_000
 """The shortest time over which a rate is known."""
 OPEN = "open"
-"""The state of the rows of a batch that have not ended."""
+"""The state of the rows of a batch that have not ended, and of jobs that a bulk action has not looked at."""
+_ENDED = TERMINAL_STATES | {"changed", "already_over"}
+"""The states of which nothing more is to be done. The last two are of the jobs of a bulk action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCounts:
-    """The jobs of a tenant, of a tag of it, or the rows of a batch, at one moment.
+    """The jobs of a tenant, of a tag of it, of a bulk action, or the rows of a batch, at one moment.
 
     `states` counts them by state. `by_class` does so for each class, first of foreground and then of background work:
     (class, background) → state → jobs. Of a tenant without a tag it has only the jobs that have not ended. Jobs of a
@@ -31,11 +34,13 @@ class JobCounts:
     tenant: str
     tag: str | None = None
     batch_id: str | None = None
+    bulk_id: str | None = None
     now_ms: int
     states: Mapping[str, int]
     by_class: Mapping[tuple[str, bool], Mapping[str, int]] = field(default_factory=dict)
     rate_per_s: float | None = None
-    """Ends per second in the last minutes, of a tag or a batch; None if none is known."""
+    """Ends per second in the last minutes, of a tag or a batch, and of a bulk action since its begin; None if none is
+    known."""
     is_partial: bool = False
     """Whether the tenant has more than 1,000 running or scheduled jobs, so that the tag's count as queued."""
 
@@ -47,7 +52,7 @@ class JobCounts:
     @property
     def num_open(self) -> int:
         """Number of the jobs that have not ended."""
-        return sum(count for state, count in self.states.items() if state not in TERMINAL_STATES)
+        return sum(count for state, count in self.states.items() if state not in _ENDED)
 
     @property
     def num_ended(self) -> int:
@@ -63,7 +68,7 @@ class JobCounts:
 
     def as_object(self) -> dict[str, Any]:
         """Return the counts as a JSON object."""
-        named = {"tag": self.tag, "batch": self.batch_id}
+        named = {"tag": self.tag, "batch": self.batch_id, "bulk": self.bulk_id}
         return {
             "object": "job_counts",
             "tenant": self.tenant,
@@ -148,6 +153,20 @@ def counts_of_batch(
     states = {OPEN: total - num_succeeded - num_failed, "succeeded": num_succeeded, "failed": num_failed}
     shown = {state: count for state, count in states.items() if count > 0}
     return JobCounts(tenant=tenant, batch_id=batch_id, now_ms=now_ms, states=shown, rate_per_s=rate_per_s)
+
+
+def counts_of_bulk(report: BulkReport) -> JobCounts:
+    """Return the jobs of a bulk action by what has become of them."""
+    states = {
+        OPEN: report.num_left or 0,
+        "asked_to_stop": report.num_asked_to_stop,
+        "changed": report.num_changed,
+        "already_over": report.num_already_over,
+        "failed": report.num_failed,
+    }
+    shown = {state: count for state, count in states.items() if count > 0}
+    now_ms, rate = report.now_ms, report.rate_per_s
+    return JobCounts(tenant=report.tenant, bulk_id=report.bulk_id, now_ms=now_ms, states=shown, rate_per_s=rate)
 
 
 def _rate_of(now_ms: int, fields: Mapping[str, str]) -> float | None:

@@ -101,6 +101,9 @@ def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) 
     for one in error.errors(include_url=False, include_input=False):
         if found and one["type"] == _FOLLOWS:
             continue
+        if one["type"] == "too_short" and any(loc[: len(one["loc"])] == one["loc"] for loc in found):
+            # Of a list whose items are wrong, pydantic counts the right ones.
+            continue
         # A field of several types has a problem of each; the first one says enough.
         item = next((at for at, part in enumerate(one["loc"]) if isinstance(part, int)), 0)
         key = one["loc"][: item + 1] or (one.get("ctx", {}).get(UNKNOWN_FIELD),)

@@ -395,6 +395,11 @@ def jobs_in(pool: str, tenant: str, state: str) -> str:
     return f"{prefix(pool)}:jobs:{state}:{tenant}"
 
 
+def tagged(pool: str, tenant: str, tag: str) -> str:
+    """Zset: ids of a tenant's jobs with a tag, by id; also with the mark of a custom_id."""
+    return f"{prefix(pool)}:tagged:{tenant}:{tag}"
+
+
 def ended(pool: str, tenant: str) -> str:
     """Stream: a tenant's completions, `<uuid> <state>[ <tag>…]` each."""
     return f"{prefix(pool)}:ended:{tenant}"

@@ -115,7 +115,12 @@ async def unless_wrong_type(default: T, command: Callable[..., Any], *args: Any,
 async def executed(pipe: Any, default: Any = None) -> list[Any]:
     """Return the answers of a pipeline, `default` for a key of another type. Raises redis-py's other errors."""
     found: Sequence[Any] = await pipe.execute(raise_on_error=False)
-    for one in found:
+    return without_wrong_types(found, [default] * len(found))
+
+
+def without_wrong_types(answers: Sequence[Any], defaults: Sequence[Any]) -> list[Any]:
+    """Return answers, with its default for each whose key has another type. Raises redis-py's other errors."""
+    for one in answers:
         if isinstance(one, Exception) and not is_wrong_type(one):
             raise one
-    return [default if isinstance(one, Exception) else one for one in found]
+    return [default if isinstance(one, Exception) else one for one, default in zip(answers, defaults, strict=True)]

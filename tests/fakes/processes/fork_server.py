@@ -21,7 +21,7 @@ import termios
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
+from importlib import import_module, resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -38,6 +38,7 @@ PRELOADED = (
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
     # What FastAPI and uvicorn import when a gateway starts. Some tests run without uvloop.
     *("pydantic.v1", "fastapi.telemetry", "uvicorn.lifespan.on"),
+    "httpx",
 )
 """Services, without torch: a request of a node with a real model names that."""
 
@@ -164,6 +165,11 @@ def import_services() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     for name in PRELOADED:
         import_module(name)
+    # A service that calls a script puts its text together first.
+    texts = import_module("penstock.queue.broker.script_text")
+    for script in (resources.files("penstock.queue") / "scripts").iterdir():
+        if script.name.endswith(".lua"):
+            texts.source(script.name.removesuffix(".lua"))
     # Each gateway describes its API when it starts. The schemas in that are made once in a process.
     apis = import_module("penstock.gateway.app").DIALECTS
     bodies = tuple(schema for api in apis for schema in api.bodies)

@@ -23,6 +23,7 @@ class NodeProcess(ChildProcess):
         step_s: float = 0.0,
         tokens_per_step: int = 1,
         error_share: float = 0.0,
+        differs: bool = False,
         dies: str = "",
         tokenizer_hangs: bool = False,
         **settings: Any,
@@ -35,5 +36,6 @@ class NodeProcess(ChildProcess):
         env |= {"REFERENCE_TOKENS_PER_STEP": str(tokens_per_step)} if tokens_per_step > 1 else {}
         env |= {"REFERENCE_TOKENIZER_HANGS": "1"} if tokenizer_hangs else {}
         env |= {"REFERENCE_ERROR_SHARE": str(error_share)} if error_share else {}
+        env |= {"REFERENCE_DIFFERS": "1"} if differs else {}
         self.imports = ("penstock.gpu_node.model.loading.load",) if "model" in settings else ()
         super().__init__(command, env, dies=dies)

@@ -357,6 +357,14 @@ class FailingEngine(ReferenceEngine):
         return super()._advance(live)
 
 
+class DifferingEngine(ReferenceEngine):
+    """Gives a sampled request other tokens at each take, as an engine does whose tokens depend on its other work."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        super().add(replace(request, seed=random.getrandbits(32)))
+
+
 _NUM_BULK, _MAX_BULK = 4096, 8192
 _BULK_IDS = tuple(1000 + i * 7919 % 48_000 for i in range(_NUM_BULK + _MAX_BULK))
 _BULK_TEXT = "".join(f"{i:04d}"[-3:] + " " for i in _BULK_IDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reference_engine import BulkEngine, FailingEngine, ReferenceEngine, ReferenceTokenizer
+from reference_engine import BulkEngine, DifferingEngine, FailingEngine, ReferenceEngine, ReferenceTokenizer
 
 from penstock.gpu_node.process import serve_engine
 from penstock.gpu_node.settings import NodeSettings
@@ -30,7 +30,8 @@ class HangingTokenizer(ReferenceTokenizer):
 
 async def main() -> None:
     """Serve until a signal. `REFERENCE_STEP_S`: seconds per step; `REFERENCE_TOKENIZER_HANGS`: use HangingTokenizer;
-    `REFERENCE_TOKENS_PER_STEP`: use a BulkEngine; `REFERENCE_ERROR_SHARE`: use a FailingEngine.
+    `REFERENCE_TOKENS_PER_STEP`: use a BulkEngine; `REFERENCE_ERROR_SHARE`: use a FailingEngine;
+    `REFERENCE_DIFFERS`: use a DifferingEngine.
     """
     settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, model="reference")
     step_s = float(os.environ.get("REFERENCE_STEP_S", "0"))
@@ -39,6 +40,8 @@ async def main() -> None:
     engine = BulkEngine(tokens_per_step=int(num_at_once), **options) if num_at_once else ReferenceEngine(**options)
     if error_share := float(os.environ.get("REFERENCE_ERROR_SHARE", "0")):
         engine = FailingEngine(error_share=error_share, **options)
+    if os.environ.get("REFERENCE_DIFFERS"):
+        engine = DifferingEngine(**options)
     if os.environ.get("REFERENCE_TOKENIZER_HANGS"):
         engine.tokenizer = HangingTokenizer()
     await serve_engine(settings, engine)

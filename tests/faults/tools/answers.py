@@ -13,7 +13,7 @@ from typing import Any
 from tests.gateway.conftest import MODEL
 
 TEXT = "A keeper holds the connection while its gateway is away; the answer goes on where it was. " * 2
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 _ID = re.compile(rb"(echo\.)?[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TIME = re.compile(rb'"(created|created_at|completed_at)":\d+')
 _WAITING = re.compile(rb": waiting[^\n]*\n\n?|event: ping\ndata: [^\n]*\n\n")

@@ -16,7 +16,7 @@ from faults.tools.work import PROMPT, Work, new_work
 from redis.asyncio import Redis
 
 from penstock.contract.durability import REPLICATED
-from penstock.contract.errors import NotConfirmedError, UnavailableError
+from penstock.contract.errors import NotConfirmedError, StreamDivergedError, UnavailableError
 from penstock.contract.job import ResponseRecord
 from penstock.contract.output import TERMINAL_STATES, Chunk
 from penstock.contract.tenant import ApiKey, Terms
@@ -80,6 +80,10 @@ class Told:
     """The longest pause of each stream, in seconds."""
     unconfirmed: int = 0
     """Times that a stream ended because no replica confirmed its tokens."""
+    unchecked: set[str] = field(default_factory=set)
+    """Streams whose tokens no reference knows, because the engine gives other ones at each take."""
+    num_diverged: int = 0
+    """Streams that ended because the job's tokens were no longer those that they had shown."""
     at_ms: dict[str, float] = field(default_factory=dict)
     """When the last call about a job or a key was acknowledged, Unix time."""
 
@@ -229,13 +233,20 @@ class Load:
 
     async def _read_streams(self) -> None:
         while not self._stop.is_set():
-            await self._read_stream()
+            try:
+                await self._read_stream()
+            except StreamDivergedError:
+                if not self._args.differs:
+                    raise
+                self.told.num_diverged += 1
 
     async def _read_stream(self) -> None:
         work = new_work(POOL, STREAM_TOKENS, temperature=1.0, background=False)
         level, history = self._args.token_durability, self._history
         job = await self._client.submit(PROMPT, token_durability=level, **work.options)
         self._accepted(work)
+        if self._args.differs:
+            self.told.unchecked.add(work.id)
         if history is not None:
             history.note("submit", job=job.id, durability="memory")
         last_s, pause_s = time.monotonic(), 0.0
@@ -368,7 +379,7 @@ async def wrong_ends(redis: Redis, told: Told) -> list[str]:
             may_be = {"cancelled"}
         if state not in may_be:
             wrong.append(f"{job_id} is {state or 'unknown'}, not {may_be}")
-        elif state == "succeeded" and job_id not in told.deleted:
+        elif state == "succeeded" and job_id not in told.deleted | told.unchecked:
             result = await broker.result(job_id, "default")
             expected = work.expected()
             if result is None or [one.token_ids for one in result.choices] != [one.token_ids for one in expected]:

@@ -81,7 +81,8 @@ class FastAlerts:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "alerts.yml").write_text(yaml.safe_dump(fast_rules()))
         config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            # A scrape may take as long as the interval: a busy machine is no target that is down.
+            "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"},
             "rule_files": [str(self._folder / "alerts.yml")],
             "scrape_configs": [
                 {"job_name": name, "static_configs": [{"targets": [*addresses]}]}

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,15 +41,17 @@ class RedisProcess:
         user: str = "",
         clock_s: float = 0.0,
         program: Path | None = None,
+        variables: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`program`: the server, if not the one that penstock finds."""
+        """`program`: the server, if not the one that penstock finds. `variables`: more of its environment."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = port
         self._user = user
         self.clock_s = clock_s
         self._program = program
+        self._variables = variables or {}
         self._options = {"appendonly": "yes", "appendfsync": "everysec", "save": "", **options}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -83,7 +86,9 @@ class RedisProcess:
         place |= {} if self.port else {"unixsocket": self.folder / "redis.sock"}
         words = [word for name, value in (place | self._options).items() for word in (f"--{name}", *_words(value))]
         program = str(self._program or find_redis_server())
-        self._process = subprocess.Popen([program, *words], env=os.environ | faked_clock(self.clock_s))
+        self._process = subprocess.Popen(
+            [program, *words], env={**os.environ, **faked_clock(self.clock_s), **self._variables}
+        )
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers(until):
             if time.monotonic() > deadline_s or self._process.poll() is not None:

@@ -11,9 +11,10 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[3] / "ops" / "bench" / "results"
 _HEAD = """# Faults
 
-Made by `make faults`, `make soak`, `make backlog`, `make batches`, `make webhooks`, `make ranks`, `make failovers` and
-`make upgrades`, on two cores. A row is here only if nothing was violated: every stream and log equal to an undisturbed
-run's, one end per job, every key in agreement with the jobs' records. `faults.json` has more columns and rows.
+Made by `make faults`, `make soak`, `make backlog`, `make batches`, `make webhooks`, `make ranks`, `make failovers`,
+`make deaths`, `make kills` and `make upgrades`, on two cores. A row is here only if nothing was violated: every stream
+and log equal to an undisturbed run's, one end per job, every key in agreement with the jobs' records. `faults.json` has
+more columns and rows.
 """
 _ONLY_STORED = re.compile(
     "machine.*|too late|mean place.*|p99 s|steepest.*|caller.*|slow in.*|most MiB.*|rewrite.*|bytes an? .*|chats|"

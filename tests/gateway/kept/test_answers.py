@@ -14,7 +14,7 @@ from penstock.gateway.errors import ErrorShapes
 from penstock.gateway.http.middleware.drain import Drain
 from penstock.gateway.kept.answer import MAX_TAKEOVERS, AnswerKeep, keep_of, offer_keep, record_of, scope_of, unpacked
 from penstock.gateway.kept.connection import KeptConnection
-from penstock.gateway.kept.slots import FINAL, MAX_COUNTERS, MAX_RECORD_BYTES, SLOT_BYTES, WITHIN, AnswerSlot, Left
+from penstock.gateway.kept.slots import FINAL, MAX_COUNTERS, MAX_RECORD_BYTES, WITHIN, AnswerSlot, Left, memory_bytes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.generation import GenerationRequest
 from penstock.gateway.request.jobs import Keeping, open_jobs
@@ -27,7 +27,7 @@ class FakeKeep:
     is_alive = True
 
     def __init__(self) -> None:
-        self.slot, self.unkept = AnswerSlot(mmap.mmap(-1, SLOT_BYTES), 0), list[str]()
+        self.slot, self.unkept = AnswerSlot(mmap.mmap(-1, memory_bytes(1)), 0), list[str]()
 
     def note_unkept(self, reason: str) -> None:
         self.unkept.append(reason)
@@ -44,7 +44,7 @@ class FakeConnection(KeptConnection):
     def _abort(self) -> None:
         self.was_aborted = True
 
-    def begin(self, record: bytes, num_counters: int) -> AnswerSlot | None:
+    def begin(self, record: bytes, num_counters: int, *, has_checksums: bool = True) -> AnswerSlot | None:
         if len(record) > MAX_RECORD_BYTES:
             return super().begin(record, num_counters)
         self._given.slot.begin(record, num_counters, num_before=0, num_read=0)

@@ -7,13 +7,15 @@ import random
 import socket
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from penstock.gateway.http.protocol import MAX_BUFFERED_BYTES
+from penstock.gateway.kept.answer import KeptTransport
 from penstock.gateway.kept.slots import (
     ANSWERING,
     EMPTY,
@@ -21,11 +23,15 @@ from penstock.gateway.kept.slots import (
     IDLE,
     LOST,
     MAX_RECORD_BYTES,
+    NO_CHECKSUM,
     SLOT_BYTES,
+    SMALL_BYTES,
     VERSION,
     AnswerSlot,
     Slots,
+    memory_bytes,
 )
+from penstock.gateway.stream.writer import KeptBody
 from penstock.runtime import crash_points
 from penstock.runtime.kept_sockets import counts_of
 
@@ -56,43 +62,93 @@ def killing(dies_at: str, numbers: Iterator[int], kill_at: int, _: str, what: st
         raise KilledError
 
 
+class ArmedWords:
+    """The numbers of a slot, with a point at which the gateway may be killed before each store."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def __getitem__(self, word: int) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: int, number: int) -> None:
+        crash_points.point("before", "store")
+        self._words[word] = number
+
+
 @pytest.fixture
-def memory() -> Iterator[mmap.mmap]:
-    with closing(mmap.mmap(-1, 2 * SLOT_BYTES)) as made:
-        yield made
+def memory() -> mmap.mmap:
+    return mmap.mmap(-1, memory_bytes(2))
 
 
-@pytest.mark.parametrize("dies_at", ["", "ring and commit", "commit and write"])
+def framed(event: bytes) -> bytes:
+    """Return a chunk of HTTP/1.1."""
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+class Never:
+    """An answer that need not be given up."""
+
+
+def written(slot: AnswerSlot, connection: Connection, event: bytes) -> None:
+    """Write an event of an answer as the gateway does."""
+
+    def write(data: bytes) -> None:
+        crash_points.point("between", "commit and write")
+        connection.write(data)
+
+    transport: Any = SimpleNamespace(get_write_buffer_size=lambda: len(connection.waiting), write=write)
+    cycle: Any = SimpleNamespace(transport=KeptTransport(transport, slot, cast(Any, Never())), flow=None)
+    KeptBody(cycle, slot, transport).write(event, event)
+
+
+@pytest.mark.parametrize("dies_at", ["", "ring and commit", "store", "commit and write"])
 @pytest.mark.parametrize("size", [100, 40_000])
-def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypatch, dies_at, size):
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypatch, dies_at, size, has_checksums):
     random.seed(size)
-    for _ in range(20):
-        slot, connection = AnswerSlot(memory, 1), Connection()
-        slot.begin(b"record", 1, num_before=7, num_read=9)
-        sent, num_parts, kill_at = b"", random.randint(1, 40), random.randint(0, 40)
-        events = b""
+    num_small = 0
+    for turn in range(60):
+        slot, connection = AnswerSlot(memory, turn % 2), Connection()
+        slot.begin(b"record", 1, num_before=7, num_read=9, has_checksums=has_checksums)
+        slot.words = cast(memoryview, ArmedWords(slot.words))
+        sent, num_parts, kill_at, events = b"", random.randint(1, 40), random.randint(0, 80), b""
+        seen = [(0, b"")]
 
         monkeypatch.setattr(crash_points, "point", partial(killing, dies_at, count(), kill_at))
         try:
             for _ in range(num_parts):
-                part = random.randbytes(random.randint(1, size))
-                slot.count(0, part)
-                assert slot.put(part, len(connection.waiting))
-                sent, events = sent + part, events + part
-                crash_points.point("between", "commit and write")
-                connection.write(part)
+                event = random.randbytes(random.randint(1, size))
+                part = framed(event)
+                seen.append((len(sent + part), events + event))
+                is_small = 0 < slot.small >= len(part) and not connection.waiting
+                written(slot, connection, event)
+                num_small += is_small
+                sent, events = sent + part, events + event
         except KilledError:
             pass
         monkeypatch.undo()
-        left = AnswerSlot(memory, 1).left()
+        left = AnswerSlot(memory, turn % 2).left()
         assert (left.state, left.record, left.num_before, left.num_read) == (ANSWERING, b"record", 7, 9)
-        again = AnswerSlot(memory, 1)
+        # The part at which the gateway was killed is counted whole, or not at all.
+        events = dict(seen)[left.total]
+        sent = b"".join(map(framed, pieces(seen, left.total)))
+        again = AnswerSlot(memory, turn % 2)
         again.continue_from(left)
-        assert bytes(connection.taken) + again.rest(left, len(connection.taken)) == sent
-        assert left.counters == (len(events), zlib.adler32(events))
-        assert again.put(b"more", len(sent) - len(connection.taken))
-        left = AnswerSlot(memory, 1).left()
-        assert bytes(connection.taken) + again.rest(left, len(connection.taken)) == sent + b"more"
+        taken = bytes(connection.taken)
+        assert taken + again.rest(left, len(taken)) == sent
+        assert left.counters == (len(events), zlib.adler32(events) if has_checksums else NO_CHECKSUM)
+        assert events.endswith(left.newest)
+        assert again.put(b"more", len(sent) - len(taken))
+        left = AnswerSlot(memory, turn % 2).left()
+        assert taken + again.rest(left, len(taken)) == sent + b"more"
+    assert bool(num_small) is (size <= SMALL_BYTES and not has_checksums) or size > SMALL_BYTES
+
+
+def pieces(seen: list[tuple[int, bytes]], total: int) -> list[bytes]:
+    """Return the events of each part until the answer has so many bytes."""
+    whole = [events for end, events in seen if end <= total]
+    return [after[len(before) :] for before, after in pairwise(whole)]
 
 
 def test_a_slow_client_needs_both_halves_of_the_ring_and_no_more(memory):
@@ -105,7 +161,7 @@ def test_a_slow_client_needs_both_halves_of_the_ring_and_no_more(memory):
         assert slot.put(part, min(waiting, len(sent) - len(part)))
         left = slot.left()
         assert slot.rest(left, len(sent) - min(waiting, len(sent))) == sent[-waiting:]
-    assert bytes(memory[SLOT_BYTES:]) == bytes(SLOT_BYTES)
+    assert bytes(memory[SLOT_BYTES : 2 * SLOT_BYTES]) == bytes(SLOT_BYTES)
 
 
 def test_what_does_not_fit_is_not_kept(memory):
@@ -120,16 +176,20 @@ def test_what_does_not_fit_is_not_kept(memory):
     assert slot.left().record == bytes(1000)
 
 
-def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory):
-    slot = AnswerSlot(memory, 0)
-    for size in (10, 50_000):
-        slot.begin(b"secret" * 50, 1, num_before=0, num_read=0)
-        slot.flags = FINAL
-        slot.put(b"secret" * size, 0)
-        assert slot.left().flags == FINAL
-        slot.idle(77)
-        assert (slot.left().state, slot.left().num_read) == (IDLE, 77)
-        assert b"secret" not in memory[:SLOT_BYTES]
+@pytest.mark.parametrize("size", [10, 50_000])
+def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory, size):
+    slot, connection = AnswerSlot(memory, 0), Connection()
+    slot.begin(b"secret" * 50, 1, num_before=0, num_read=0, has_checksums=False)
+    slot.put(b"head", 0)
+    connection.take(4)
+    written(slot, connection, b"secret")
+    assert slot.left().total == slot.total == 4 + len(framed(b"secret"))
+    slot.note(FINAL)
+    slot.put(b"secret" * size, 0)
+    assert slot.left().flags == FINAL
+    slot.idle(77)
+    assert (slot.left().state, slot.left().num_read) == (IDLE, 77)
+    assert b"secret" not in memory[:]
     slot.clear()
     assert slot.left().state == EMPTY
 
@@ -144,7 +204,7 @@ def test_a_slot_of_another_version_is_refused(memory):
 
 def test_slots_are_given_once(tmp_path):
     with open(tmp_path / "memory", "w+b") as file:
-        file.truncate(3 * SLOT_BYTES)
+        file.truncate(memory_bytes(3))
         slots = Slots(file.fileno(), 3)
         assert [slot.number for slot in slots.taken([1])] == [1]
         first, second = slots.take(), slots.take()

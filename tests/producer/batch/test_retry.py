@@ -127,7 +127,7 @@ def test_a_retry_of_an_unfinished_batch_is_refused(tmp_path: Path) -> None:
 def test_a_log_gets_lines_with_rate_and_expected_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     lines = progress.BatchLines(io.StringIO())
-    assert lines.line(100.0, 0.0) == "batch"
+    assert lines.line(100.0, 0.0) == "batch: the input is read"
     lines.update(BatchProgress(5000, 1000, 0))
     lines.update(BatchProgress(5000, 1900, 100, waiting="the queue is full"))
     said = lines.line(110.0, 1_700_000_000.0)

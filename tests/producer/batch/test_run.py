@@ -451,7 +451,8 @@ def test_a_failed_row_is_shown_with_its_reason(served_url: str, tmp_path: Path) 
     batch = batch_of(tmp_path, [chat_row("a"), chat_row("b", wrong=1)])
     run = (sys.executable, "-m", "penstock", "batch", "run", "-", batch.output, "--redis-url", served_url)
     with process("sh", "-c", f"exec {shlex.join(run)} < {batch.input}") as done:
-        said = done.communicate(timeout=60)[0].splitlines()
+        # On a busy machine it takes so long that its progress is shown.
+        said = [line for line in done.communicate(timeout=60)[0].splitlines() if not line.startswith("batch: ")]
     assert done.returncode == 1
     assert said[0].startswith("1 answered, 1 failed, ")
     assert said[1:2] == ["first failure: b: wrong: unknown field"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -93,6 +94,38 @@ async def test_all_jobs_of_a_filter_are_canceled_after_a_dry_run(client: AsyncCl
     assert await client.control.report(again.bulk_id) == again
     with pytest.raises(NotFoundError):
         await client.control.report(again.bulk_id, tenant="rival")
+
+
+async def test_an_action_says_how_much_is_left_how_fast_it_is_and_when_it_ends(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    for number in range(30):
+        tenant, tag = ("rival", "default")[number % 2], "ab"[number // 20]
+        await client.submit("hello", tags=[tag], tenant=tenant, custom_id=f"row {number}", **LATER)
+    wanted = JobFilter(None, tag="a")
+    bulk_id = await client.control.start(JobChange("cancel"), wanted, owner="default")
+    custom = await client.control.start(JobChange("cancel"), JobFilter(None, custom_id="row 3"), owner="default")
+    await client.submit("hello", tags=["a"], **LATER)
+    server = client.servers.directory
+    held = await server.steering.claim(POOL, bulk_id, "one")
+    assert held is not None
+    job_ids, _ = await server.lists.find(wanted, "", 8, tenants=["default"])
+    assert len(job_ids) == 8
+    await server.steering.step(held, job_ids, cursor=held.cursor, to=f"default/{job_ids[-1].rpartition('.')[2]}")
+    report = await client.control.report(bulk_id)
+    assert (report.state, report.num_changed, report.num_left) == ("running", 7, 13)
+    rate = report.rate_per_s
+    assert rate is not None
+    assert report.expected_end_ms == report.now_ms + math.ceil(1000 * 13 / rate)
+    counts = await client.sets.counts(bulk=bulk_id)
+    assert (counts.states["open"], counts.num_open, counts.expected_end_ms is not None) == (13, 13, True)
+    assert [one.bulk_id for one in await client.control.running()] == [bulk_id, custom]
+    assert (await client.control.report(custom)).num_left == 1
+    with pytest.raises(RequestError, match="bulk: give either"):
+        await client.sets.counts(bulk=bulk_id, tag="a")
+    await client.control.finished(bulk_id, wanted)
+    over = await client.sets.counts(bulk=bulk_id)
+    assert (over.num_open, over.total) == (0, 20)
 
 
 async def test_an_action_covers_only_jobs_accepted_before_it(client: AsyncClient, told_node: FakeNode) -> None:

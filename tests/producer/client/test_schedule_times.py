@@ -75,6 +75,23 @@ def test_a_cron_line_in_utc_is_due_exactly_at_the_minutes_that_it_names(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("@hourly", "0 * * * *"),
+        ("@daily", "0 0 * * *"),
+        ("@midnight", "0 0 * * *"),
+        ("@weekly", "0 0 * * SUN"),
+        ("@monthly", "0 0 1 * *"),
+        ("@yearly", "0 0 1 JAN *"),
+        ("@annually", "0 0 1 JAN *"),
+    ],
+)
+def test_the_names_of_cron_are_lines(name: str, line: str) -> None:
+    zone = "Europe/Berlin"
+    assert [*islice(dues(cron(name, zone), START_MS), 5)] == [*islice(dues(cron(line, zone), START_MS), 5)]
+
+
 def test_intervals_count_from_their_start_without_drift() -> None:
     timing = Timing(every_s=0.7 * 3600, start_ms=START_MS)
     found = list(islice(dues(timing, START_MS), 100))

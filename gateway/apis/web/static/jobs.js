@@ -100,17 +100,31 @@ async function listed(signal) {
   return { data, hasMore: next !== null };
 }
 
-/** Return how far the jobs of the filter's tag are, in words; nothing without a tag. */
+/** Return how far the open bulk actions and the jobs of the filter's tag are, in words, with rates and expected ends. */
 async function progress(signal) {
+  const { data } = await (await request("v1/jobs/bulk", { signal })).json();
+  const parts = data.map((bulk) => {
+    const counts = ["changed", "asked_to_stop", "already_over", "failed"].filter((name) => bulk[name])
+      .map((name) => `${number(bulk[name])} ${name.replaceAll("_", " ")}`);
+    const left = bulk.left === null ? [] : [`${number(bulk.left)} left`];
+    return [`bulk ${bulk.action} ${bulk.id.slice(0, 8)}`, ...counts, ...left, ...pace(bulk)].join(", ");
+  });
+  return [...parts, await ofTag(signal)].filter(Boolean).join("; ");
+}
+
+function pace({ rate_per_s: rate, expected_end_ms: end }) {
+  return [...(rate === null ? [] : [`${rate.toFixed(1)} a second`]),
+    ...(end === null ? [] : [`expected end ${new Date(end).toLocaleString()}`])];
+}
+
+async function ofTag(signal) {
   const given = new FormData(filterForm);
   const [tag, tenant] = ["tag", "tenant"].map((name) => (given.get(name) ?? "").trim());
   if (!tag || tenant === "*" || (!tenant && !caller.scopes.includes("infer"))) return "";
   const asked = new URLSearchParams(tenant ? { tag, tenant } : { tag });
   const counts = await (await request(`v1/jobs/counts?${asked}`, { signal })).json();
   const states = Object.entries(counts.states).map(([state, count]) => `${number(count)} ${state}`);
-  const rate = counts.rate_per_s === null ? [] : [`${counts.rate_per_s.toFixed(1)} a second`];
-  const end = counts.expected_end_ms === null ? [] : [`expected end ${new Date(counts.expected_end_ms).toLocaleString()}`];
-  return [`${tag}: ${number(counts.total - counts.open)} of ${number(counts.total)} ended`, ...states, ...rate, ...end].join(", ");
+  return [`${tag}: ${number(counts.total - counts.open)} of ${number(counts.total)} ended`, ...states, ...pace(counts)].join(", ");
 }
 
 function query(count, after) {

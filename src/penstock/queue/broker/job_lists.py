@@ -26,7 +26,7 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, JobStatus, pool_ms, readable, status_of
 from penstock.queue.broker.pools import LoggedOnce, pool_names
 from penstock.queue.broker.submitting import custom_mark
-from penstock.queue.record_fields import is_text, is_wrong_type, unless_wrong_type
+from penstock.queue.record_fields import executed, is_text, is_wrong_type, unless_wrong_type
 from penstock.queue.wire import Request
 
 _LOG = logging.getLogger(__package__)
@@ -38,7 +38,7 @@ _READ_AT_ONCE = 250
 MAX_EXAMINED = 2048
 """Records that one page looks at. With a rare kind of job a page may be short, or empty, although more jobs follow."""
 MAX_TENANTS = 1000
-"""Tenants of pools that one page merges."""
+"""Tenants of pools that one page merges, and of which what is left is counted."""
 _LISTS_OF_CALL = 512
 """Lists that one call of list.lua merges."""
 _NEWEST = "g"
@@ -132,6 +132,45 @@ class JobLists:
         with translated():
             found = await unless_wrong_type(list[bytes](), self._redis.hkeys, keys.stored(pool))
         return sorted(tenant.decode() for tenant in found if is_text(tenant))
+
+    async def num_left(self, wanted: JobFilter, pool: str, place: str, tenants: Sequence[str]) -> int:
+        """Return how many jobs of a pool a search still has to look at: those that are older than the uuid `place`.
+
+        It is searched tenant by tenant: of those behind the first one, it has looked at none. Jobs of such lists to
+        which the filter does not apply count too.
+        """
+        before, since = id_time(wanted.submitted_before) or _NEWEST, id_time(wanted.submitted_after)
+        tag = wanted.tag if wanted.custom_id is None else custom_mark(wanted.custom_id)
+        places = [min(place or _NEWEST, before), *[before] * (len(tenants) - 1)]
+        asked = [
+            (keys.jobs_in(pool, tenant, state), f"({pool}.{bound}")
+            for tenant, bound in zip(tenants, places, strict=True)
+            for state in (() if wanted.custom_id is not None else wanted.lists)
+        ]
+        tagged = [
+            (keys.tagged(pool, tenant, tag or ""), f"({pool}.{bound}")
+            for tenant, bound in zip(tenants if tag else (), places, strict=False)
+        ]
+        stop = f"[{pool}.{since}" if since else "-"
+        counts = await self._counts_between([*asked, *tagged], stop)
+        of_lists, of_tags = sum(counts[: len(asked)]), sum(counts[len(asked) :])
+        return of_lists if not tag else of_tags if wanted.custom_id is not None else min(of_lists, of_tags)
+
+    async def _counts_between(self, asked: Sequence[tuple[str, str]], stop: str) -> list[int]:
+        """Return how many ids each of these sets has from `stop` to its bound, by their ranks."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for key, bound in asked:
+                    pipe.zrange(key, bound, stop, bylex=True, desc=True, offset=0, num=1)
+                    pipe.zrange(key, stop, bound, bylex=True, offset=0, num=1)
+                ends = await executed(pipe, default=[])
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for (key, _), last, first in zip(asked, ends[::2], ends[1::2], strict=True):
+                    for one in (last, first):
+                        pipe.zrank(key, one[0] if one else "")
+                ranks = await executed(pipe, default=None)
+        pairs = zip(ranks[::2], ranks[1::2], strict=True)
+        return [0 if None in (last, first) else last - first + 1 for last, first in pairs]
 
     @retried
     async def counted(self, pool: str, tenant: str, tag: str | None) -> CountedJobs:

@@ -45,7 +45,7 @@ from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_c
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
-from penstock.queue.record_fields import is_wrong_type, unless_wrong_type, whole
+from penstock.queue.record_fields import is_wrong_type, unless_wrong_type, whole, without_wrong_types
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks
 from penstock.runtime.event_loop import LoopYielder
@@ -344,19 +344,22 @@ class ProducerBroker:
 
         A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """
+        reads: list[tuple[tuple[scripts.Argument, ...], Any]] = [
+            (("TIME",), None),
+            (("HMGET", keys.config(pool), *CLOCK_FIELDS), [None] * len(CLOCK_FIELDS)),
+            (("ZRANGE", keys.nodes(pool), 0, -1, "WITHSCORES"), []),
+            (("HGETALL", keys.pressure(pool)), {}),
+            (("HMGET", keys.backlog(pool), *map(str, range(NUM_LEVELS))), [None] * NUM_LEVELS),
+            (("HGETALL", keys.paused(pool)), {}),
+            *((("ZCARD", keys.waiting(pool, level)), 0) for level in range(NUM_LEVELS)),
+        ]
         with translated():
-            redis = cast(Any, self._redis)
-            no_costs = [None] * NUM_LEVELS
-            time, clock, heartbeats, records, backlog, pauses, *num_queued = await asyncio.gather(
-                redis.time(),
-                redis.hmget(keys.config(pool), CLOCK_FIELDS),
-                unless_wrong_type([], redis.zrange, keys.nodes(pool), 0, -1, withscores=True),
-                unless_wrong_type({}, redis.hgetall, keys.pressure(pool)),
-                unless_wrong_type(no_costs, redis.hmget, keys.backlog(pool), [*map(str, range(NUM_LEVELS))]),
-                unless_wrong_type({}, redis.hgetall, keys.paused(pool)),
-                *(unless_wrong_type(0, redis.zcard, keys.waiting(pool, level)) for level in range(NUM_LEVELS)),
+            answers = await scripts.call_all(self._redis, [command for command, _ in reads])
+            time, clock, scores, records, backlog, pauses, *num_queued = without_wrong_types(
+                answers, [default for _, default in reads]
             )
         alive_since_ms = self._alive_since_ms(pool, time, *clock)
+        heartbeats = zip(scores[::2], map(float, scores[1::2]), strict=True)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]

@@ -79,7 +79,7 @@ def _used(name: str, own: str) -> set[_Definition]:
     """Return the shared definitions that a script uses, and those that these use."""
     left = {definition for part in _shared_parts(name) for definition in _definitions(part)}
     used, words = set[_Definition](), set(_words(own))
-    while new := {one for one in left if not one.names or one.names & words}:
+    while new := {one for one in left if not one.names or not one.names.isdisjoint(words)}:
         left -= new
         used |= new
         words.update(*(one.uses for one in new))
@@ -149,7 +149,7 @@ def _defined(statement: str) -> frozenset[str]:
 
 def _words(text: str) -> Iterator[str]:
     """Yield each name in a text; of `a.b.c` also `a` and `a.b`, but not `b`."""
-    for name in _NAME.findall(text):
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            yield ".".join(parts[:end])
+    for name in set(_NAME.findall(text)):
+        while name:
+            yield name
+            name = name.rpartition(".")[0]

@@ -56,9 +56,14 @@ async def call_at(redis: Redis, name: str, config: str, *arguments: Argument) ->
 
 
 async def call_all(redis: Redis, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-    """Run small commands, sent together, and return their answers: a ResponseError for a command that Redis refused."""
+    """Run small commands, sent together. Return their answers as redis-py gives them, or ResponseErrors."""
     if isinstance(redis, SharedRedis):
-        return await redis.execute_all(commands)
+        replies = await redis.execute_all(commands)
+        forms = [redis.response_callbacks.get(str(one[0])) for one in commands]
+        return [
+            reply if form is None or isinstance(reply, Exception) else form(reply)
+            for reply, form in zip(replies, forms, strict=True)
+        ]
     async with redis.pipeline(transaction=False) as pipe:
         for one in commands:
             pipe.execute_command(*one)

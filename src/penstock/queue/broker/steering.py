@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -17,7 +18,8 @@ from penstock.contract.pauses import Pause
 from penstock.contract.tenant import Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.connection import Patience, redis_now_ms, retried, translated
+from penstock.queue.broker.job_lists import MAX_TENANTS, JobLists
 from penstock.queue.broker.pools import pauses_of, pool_names
 from penstock.queue.record_fields import RecordFields, executed, is_text, whole
 from penstock.queue.wire import Request
@@ -196,7 +198,23 @@ class Steering:
                 for pool in pools:
                     pipe.hgetall(keys.bulk(pool, bulk_id))
                 found = await executed(pipe)
-        return [_part_of(bulk_id, fields) for fields in found if fields]
+            now_ms = await redis_now_ms(self._redis)
+        parts = [(pool, _part_of(bulk_id, fields)) for pool, fields in zip(pools, found, strict=True) if fields]
+        return [part | {"left": await self._left_of(pool, part), "now": str(now_ms)} for pool, part in parts]
+
+    async def _left_of(self, pool: str, part: BulkPart) -> str:
+        """Return how many jobs an action has still to look at in a pool; empty if that takes too long to count."""
+        if part["state"] != "running":
+            return "0"
+        jobs, lists = BulkRequest.decoded(part["request"]).jobs, JobLists(self._redis)
+        tenant, _, place = part["cursor"].partition("/")
+        # It covers the jobs that were accepted before it.
+        jobs = replace(jobs, submitted_before=min(jobs.submitted_before or math.inf, int(part["begun"]) / 1000))
+        tenants = [jobs.tenant] if jobs.tenant is not None else await lists.tenants_of(pool)
+        left = [name for name in tenants if name >= tenant]
+        if len(left) > MAX_TENANTS:
+            return ""
+        return str(await lists.num_left(jobs, pool, place if tenant in left[:1] else "", left)) if left else "0"
 
     # Pauses
 
@@ -249,6 +267,8 @@ def report_of(bulk_id: str, found: Sequence[BulkPart], tenant: str | None) -> Bu
         num_already_over=sum(int(part["already_over"]) for part in parts),
         num_failed=sum(int(part["failed"]) for part in parts),
         failures=tuple((job_id, code) for job_id, code in failures),
+        num_left=None if any(not part["left"] for part in parts) else sum(int(part["left"]) for part in parts),
+        now_ms=max(int(part["now"]) for part in parts),
     )
 
 
@@ -274,11 +294,11 @@ def _log_end(pool: str, bulk_id: str, state: str, totals: Sequence[bytes], **fac
     _LOG.info("a bulk action has ended", extra={"pool": pool, "bulk_id": bulk_id, "state": state, **facts, **counts})
 
 
-def _part_of(bulk_id: str, found: Mapping[bytes, bytes]) -> BulkPart:
+def _part_of(bulk_id: str, found: Mapping[bytes, bytes]) -> dict[str, str]:
     """Return the fields of an action in one pool. Raises DamagedRecordError that names the field."""
     fields = RecordFields(f"bulk action {bulk_id}", found)
     fields.parsed("request", BulkRequest.decoded)
-    part = {name: fields.text(name) for name in ("tenant", "request", "state", "dry_run", "failures")}
+    part = {name: fields.text(name) for name in ("tenant", "request", "state", "dry_run", "failures", "cursor")}
     part |= {name: str(fields.whole(name)) for name in _NUMBERS}
     if not all(" " in line for line in part["failures"].splitlines()):
         raise fields.damaged("failures", "has a line without a code")

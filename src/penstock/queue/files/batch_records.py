@@ -220,9 +220,8 @@ class BatchRecords:
                     if not is_wrong_type(row):
                         raise row
                     raise DamagedRecordError(f"the record of batch {batch_id} is no hash")
-                fields = row if isinstance(row, dict) else dict(zip(row[::2], row[1::2], strict=True))
-                if fields:
-                    records.append(_record_of(batch_id, fields))
+                if row:
+                    records.append(_record_of(batch_id, row))
             except DamagedRecordError as error:
                 self._logged.warn("unreadable batch record", keys.batch(batch_id), error.message)
         return records

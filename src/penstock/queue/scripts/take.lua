@@ -625,6 +625,8 @@ local sharing = late(function(made)
   end
 
   function made.leaves(job)
+    -- Of a job that some node lacks something for, this take cannot tell which other node could run it.
+    if job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks') then return false end
     local has_begun = job.revision ~= ''
     limits[has_begun] = limits[has_begun] or divide(job, has_begun)
     if shares.num_taken < limits[has_begun] then return false end

@@ -25,7 +25,7 @@ def _own_fault() -> str:
 
 
 def _arm(fault: str) -> None:
-    from penstock.gateway.kept.slots import AnswerSlot
+    from penstock.gateway.kept.slots import AnswerSlot, Slots
     from penstock.runtime import crash_points
 
     when, what, count = fault.split("|")
@@ -39,14 +39,34 @@ def _arm(fault: str) -> None:
                 _kill()
 
     crash_points.point = point
-    put = AnswerSlot.put
+    put, init = AnswerSlot.put, Slots.__init__
 
-    def put_and_tell(slot: AnswerSlot, data: bytes, num_waiting: int, events: bytes = b"") -> bool:
-        is_put = put(slot, data, num_waiting, events)
+    def put_and_tell(slot: AnswerSlot, data: bytes, num_waiting: int) -> bool:
+        is_put = put(slot, data, num_waiting)
         point("after", "put")
         return is_put
 
+    class ArmedWords:
+        """The numbers that count small parts. A part's second store is that of an even number's place."""
+
+        def __init__(self, words: memoryview) -> None:
+            self._words = words
+
+        def __getitem__(self, word: int) -> int:
+            return self._words[word]
+
+        def __setitem__(self, word: int, number: int) -> None:
+            point("within" if word % 2 == 0 else "before", "count of a small part")
+            self._words[word] = number
+            if word % 2 == 0:
+                point("after", "count of a small part")
+
+    def init_and_arm(slots: Slots, descriptor: int, count: int) -> None:
+        init(slots, descriptor, count)
+        slots._words = ArmedWords(slots._words)  # type: ignore[assignment]
+
     AnswerSlot.put = put_and_tell  # type: ignore[method-assign]
+    Slots.__init__ = init_and_arm  # type: ignore[method-assign]
 
 
 if "PENSTOCK_GATEWAY_KEEPER" in os.environ and "FAULTS_OF_GATEWAYS" in os.environ and (_fault := _own_fault()):

@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 
 from penstock import AsyncClient, Client
 from penstock.contract.errors import JobFailedError, RequestError, UnavailableError
+from penstock.producer.batch import run as run_of_rows
+from penstock.producer.stored_batches import parts
 from penstock.queue import keys
 from penstock.queue.files.batch import FLOW_ENDPOINT
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -98,6 +100,16 @@ def test_a_fan_in_has_the_texts_of_its_parents(http: httpx.Client, engine: EchoE
     lines = run(http, last, row("all", "<{{*.text}}>", after=names), *parts)
     joined = "\n\n".join(f"text {i}" for i in range(20))
     assert (lines["all"], lines["end"]) == (f"<{joined}>", f"<{joined}>!")
+
+
+def test_no_row_waits_for_the_next_look(
+    http: httpx.Client, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_of_rows, "_TICK_S", 3600)
+    # Of a run of any length: the second part is not due before the first one is as old as the run was then.
+    monkeypatch.setattr(parts, "PARTS_OF_RUN", 1)
+    chain = [row("r0", "a"), *(row(f"r{at}", f"{{{{r{at - 1}.text}}}}") for at in range(1, 5))]
+    assert run(http, *chain) == dict.fromkeys(("r0", "r1", "r2", "r3", "r4"), "a")
 
 
 def test_a_for_each_makes_rows_of_a_list(http: httpx.Client, engine: EchoEngine) -> None:
@@ -282,6 +294,8 @@ def test_a_flow_by_the_clients(http: httpx.Client, engine: EchoEngine, redis_url
         assert {one.error for one in answers.values()} == {None}
         assert flow.status().spec.metadata == {"a": "b"} and flow.id == batch_id
         wrong = client.flow(files_url=str(folder))
+        with pytest.raises(RequestError, match="call submit"):
+            wrong.status()
         wrong.add("a", prompt="{{b.text}}")
         with pytest.raises(RequestError, match="no row has the custom_id 'b'"):
             wrong.submit()

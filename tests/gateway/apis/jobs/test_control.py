@@ -155,6 +155,9 @@ def test_bulk_action_is_reported_to_its_tenant_and_leaves_other_tenants_jobs(cal
     answer = http.post("/v1/jobs/bulk", json={"action": "cancel", "filter": {"tag": "bulk"}})
     report = ended(http, answer.headers["location"])
     assert [report[name] for name in ("changed", "already_over", "failed", "failures")] == [20, 0, 0, []]
+    assert (report["left"], report["rate_per_s"] > 0, report["expected_end_ms"]) == (0, True, None)
+    assert http.get("/v1/jobs/counts", params={"bulk": report["id"]}).json()["states"] == {"changed": 20}
+    assert http.get("/v1/jobs/bulk").json() == {"object": "list", "data": []}
     assert listed(http, tag="bulk", state="cancelled") == mine[::-1]
     assert error_of(callers["rival"].get(answer.headers["location"]), 404)["code"] == "bulk_not_found"
     assert callers["rival"].get(f"/v1/jobs/{theirs}").json()["state"] == "scheduled"

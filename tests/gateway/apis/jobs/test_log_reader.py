@@ -37,7 +37,7 @@ def control_events(text: str) -> tuple[list[Any], list[dict[str, Any]]]:
         if block.startswith(":"):
             continue
         name, data = block.split("\n")
-        value = json.loads(data.removeprefix("data: "))
+        value = json.loads(data.removeprefix("data:"))
         if name == "event: data":
             messages += value
         else:

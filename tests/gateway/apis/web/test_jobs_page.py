@@ -57,6 +57,23 @@ def test_jobs_are_filtered_and_opened(page: Page, url: str, http: httpx.Client) 
     expect(page.get_by_text("No such jobs.")).to_be_visible()
 
 
+def test_a_bulk_action_shows_how_far_it_is(page: Page, url: str, http: httpx.Client, redis_url: str) -> None:
+    later = [submit(http, "later", not_before_s=3600, tags=["bulk"]) for _ in range(3)]
+    answer = http.post("/v1/jobs/bulk", json={"action": "cancel", "filter": {"tag": "bulk"}, "dry_run": True}).json()
+    wait_until(lambda: http.get(f"/v1/jobs/bulk/{answer['id']}").json()["state"] == "ended")
+    pool = later[0].partition(".")[0]
+    with sync_redis.Redis.from_url(redis_url) as redis:
+        # As if another process had its lease, and had changed seven jobs.
+        redis.hset(keys.bulk(pool, answer["id"]), mapping={"state": "running", "cursor": "", "changed": 7})
+        redis.hset(keys.bulk(pool, answer["id"]), mapping={"holder": "other", "lease_until": 1 << 46})
+        redis.zadd(keys.bulks(pool), {answer["id"]: answer["begun_ms"]})
+        page.goto(f"{url}/#jobs")
+        words = rf"bulk cancel {answer['id'][:8]}, 7 changed, 3 left, [\d.]+ a second, expected end .*\d"
+        expect(page.locator("#job-status")).to_have_text(re.compile(words))
+        redis.hset(keys.bulk(pool, answer["id"]), "state", "ended")
+        redis.zrem(keys.bulks(pool), answer["id"])
+
+
 def test_an_open_job_says_what_it_waits_for_and_what_would_help(page: Page, url: str, http: httpx.Client) -> None:
     job = submit(http, "later", not_before_s=600)
     page.goto(f"{url}/#jobs")

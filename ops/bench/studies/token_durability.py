@@ -1,0 +1,120 @@
+"""What readers pay for `token_durability`: `python -m bench.studies.token_durability --turns 5` prints a table.
+
+One client reads many streams at once, at each level by turns. The engine is a clock, and Redis, its replica, the node
+and the readers share one machine, so what shows is the wait for the disk or for the replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+
+from redis import Redis as SyncRedis
+
+from bench.queue_cost.durability import redis_pair
+from bench.queue_cost.processes import POOL, node
+from penstock import AsyncClient
+from penstock.contract.durability import FSYNC, MEMORY, REPLICATED, Durability
+from penstock.contract.errors import UnsupportedDurabilityError
+from penstock.runtime.embedded_redis import EmbeddedRedis, ServerVersion, find_redis_server
+
+REPLICA = "everysec, a replica"
+LEVELS: dict[str, Sequence[Durability]] = {
+    "always": (MEMORY, FSYNC),
+    "everysec": (MEMORY, FSYNC),
+    REPLICA: (MEMORY, REPLICATED),
+}
+
+
+@dataclass
+class LevelRuns:
+    """What the turns of one level gave."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    first_ms: list[float] = field(default_factory=list)
+    """Of all streams, from the call to their first token."""
+
+
+@contextmanager
+def server(setting: str) -> Iterator[str]:
+    """Run Redis with a setting, and yield its URL."""
+    with ExitStack() as stack:
+        if setting == REPLICA:
+            yield stack.enter_context(redis_pair())
+            return
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        one = stack.enter_context(EmbeddedRedis(data_dir=folder))
+        with SyncRedis.from_url(one.url) as redis:
+            redis.config_set("appendfsync", setting)
+        yield one.url
+
+
+async def read(client: AsyncClient, level: Durability, num_tokens: int, first_ms: list[float]) -> int:
+    """Read one stream, and return how many tokens it had."""
+    asked_s, num_read = time.monotonic(), 0
+    job = await client.submit("hello", model=POOL, max_tokens=num_tokens, ignore_eos=True, token_durability=level)
+    async for chunk in job.chunks():
+        if chunk.token_ids and not num_read:
+            first_ms.append(1000 * (time.monotonic() - asked_s))
+        num_read += len(chunk.token_ids)
+    return num_read
+
+
+async def measure(url: str, setting: str, args: argparse.Namespace) -> dict[str, LevelRuns]:
+    """Read streams at each level by turns. A level that Redis cannot give is left out."""
+    found: dict[str, LevelRuns] = {}
+    async with AsyncClient(url) as client:
+        for turn in range(args.turns + 1):
+            for level in list(LEVELS[setting])[:: -1 if turn % 2 else 1]:
+                first_ms: list[float] = []
+                begun_s = time.monotonic()
+                try:
+                    reads = (read(client, level, args.tokens, first_ms) for _ in range(args.streams))
+                    num_tokens = sum(await asyncio.gather(*reads))
+                except UnsupportedDurabilityError:
+                    continue
+                if turn:  # The first one opens connections and loads scripts.
+                    turns = found.setdefault(level, LevelRuns())
+                    turns.tokens_per_s.append(num_tokens / (time.monotonic() - begun_s))
+                    turns.first_ms += first_ms
+    return found
+
+
+def show(setting: str, found: dict[str, LevelRuns]) -> None:
+    """Print a row for each level."""
+    at_memory = found[MEMORY]
+    for level in (level for level in LEVELS[setting] if level in found):
+        turns = found[level]
+        ratio = median(ours / theirs for ours, theirs in zip(turns.tokens_per_s, at_memory.tokens_per_s, strict=True))
+        p50, p99 = median(turns.first_ms), quantiles(turns.first_ms, n=100)[98]
+        later = p50 - median(at_memory.first_ms)
+        rate = f"{median(turns.tokens_per_s):,.0f} | {ratio:.3f}"
+        print(f"| {setting} | `{level}` | {rate} | {p50:.1f}, {p99:.1f} | {later:+.1f} |", flush=True)
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="milliseconds of a step of the engine")
+    parser.add_argument("--settings", nargs="+", choices=[*LEVELS], default=[*LEVELS])
+    args = parser.parse_args()
+    print(f"{ServerVersion.of(find_redis_server())}, {args.streams} streams, a token each {args.step_ms:g} ms\n")
+    print("| `appendfsync` | level | tokens/s | of `memory` | first token p50, p99 (ms) | later (ms) |")
+    print("|---|---|---|---|---|---|")
+    for setting in args.settings:
+        with server(setting) as url, node(url, args.step_ms):
+            show(setting, asyncio.run(measure(url, setting, args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+export default { test: { include: ["suite.test.mjs"], testTimeout: 60000 } };
