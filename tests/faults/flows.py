@@ -148,6 +148,9 @@ async def ended(api: Api, flow: RandomFlow, until_s: float) -> list[str]:
         if batch[name] is not None:
             content = (await api("GET", f"/v1/files/{batch[name]}/content")).text
             lines += map(json.loads, content.splitlines())
+    if flow.action == "cancel" and batch["status"] == "cancelled" and not batch["request_counts"]["total"]:
+        # It was canceled before its input was checked, so it has no rows.
+        return [f"{flow.id} has {len(lines)} lines and no rows"] if lines else []
     return flow.problems(batch["status"], lines)
 
 

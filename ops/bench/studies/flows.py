@@ -1,10 +1,10 @@
 """What waiting costs: `python -m bench.studies.flows --rows 10000 --steps 100 --turns 3` prints a table.
 
 `wide`: rows and one that waits for all of them, beside the same rows as a plain batch, by turns. That one row comes
-after all others, so the flow also takes the time of one job alone, which a slow model makes long: the table has the
-ratio with it, and that time, which is to be subtracted for such a model. `chain`: rows of which each waits for the one
-before it, beside the same jobs one after the other from a client. The engine is a clock, so the rest shows. The CPU
-time is that of Redis, node and gateway together. Other work on the machine changes it little.
+after all others, so the flow also takes the time of one job alone. The table has the ratio with that time, and the time
+itself, which a slow model makes long. `chain`: rows of which each waits for the one before it, beside the same jobs one
+after the other from a client. The engine is a clock, so the rest shows. The CPU time is that of Redis, node and gateway
+together. Other work on the machine changes it little.
 """
 
 from __future__ import annotations
