@@ -71,7 +71,7 @@ struct LayerSpec {
   int32_t token_activation;  // of the gate of tokens' own embeddings
   // Norms of the hidden state once the output of the attention or of the MLP is added. They replace it.
   int32_t has_attention_sum_norm, has_mlp_sum_norm;
-  int32_t has_head_gates;    // whether a number for each head, as a sigmoid, multiplies the head's output
+  int32_t has_head_gates;  // whether a number for each head, as a sigmoid, multiplies the head's output
   // Factors of what the heads of the attention return, of a recurrent mixer's outputs, of a state space's gates and
   // durations, of an MLP's gate before its activation, and of its outputs.
   float attention_factor, mixer_factor, state_gate_factor, duration_factor, gate_factor, mlp_factor;
