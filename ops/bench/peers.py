@@ -20,7 +20,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALLED = "installed.txt"
 
 LLAMA_BUILD = FOLDER / "src" / "llama-build"
-LLAMA_TARGETS = ("llama", "llama-bench", "llama-perplexity", "llama-quantize", "llama-server")
+LLAMA_TARGETS = ("llama", "llama-batched-bench", "llama-bench", "llama-perplexity", "llama-quantize", "llama-server")
 LLAMA_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "GGML_NATIVE": "ON",
