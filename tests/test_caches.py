@@ -183,7 +183,8 @@ def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
         and inspect.signature(function).return_annotation in ("str", "bytes")
         and not inspect.signature(function).parameters.keys() <= made
     }
-    assert given_by_callers == {"idempotency", "key_hash", "own_channel"}
+    assert given_by_callers == {"idempotency", "key_hash", "own_channel", "tagged"}
+    assert keys.tagged("p", "a", "x") != keys.tagged("p", "b", "x")
     assert keys.own_channel("p.x", "a", "name") != keys.own_channel("p.x", "b", "name")
     assert keys.idempotency("p", "a", keys.key_hash("x")) != keys.idempotency("p", "b", keys.key_hash("x"))
 

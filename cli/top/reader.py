@@ -20,7 +20,7 @@ from penstock.contract.pool import LiveNode, NodePressure, PoolActivity
 from penstock.contract.priority import NUM_LEVELS, is_background, level_label
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from penstock.contract.job_counts import JobCounts

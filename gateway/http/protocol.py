@@ -25,7 +25,7 @@ from penstock.contract.errors import InvariantError, PenstockError, RequestError
 from penstock.gateway.errors import ID_HEADER, error_body
 from penstock.gateway.kept.answer import AnswerKeep, offer_keep
 from penstock.gateway.kept.connection import Keep, KeptConnection
-from penstock.gateway.stream.writer import offer_direct_body
+from penstock.gateway.stream.direct_body import offer_direct_body
 
 # A bound on how long unsent bytes wait for a client that has stopped reading.
 

@@ -25,14 +25,8 @@ from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.request_line import CALLER_LEFT, COMPLETE, line_of_request
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import StreamEncoder
-from penstock.gateway.stream.writer import (
-    KEEP_ALIVE,
-    CallerGoneError,
-    EventWriter,
-    direct_body_of,
-    framing_of,
-    note_broken_event,
-)
+from penstock.gateway.stream.direct_body import direct_body_of
+from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, framing_of, note_broken_event
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -16,12 +15,11 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.gateway.errors import ErrorShape
 from penstock.gateway.kept.answer import AnswerKeep
-from penstock.gateway.kept.slots import PART_AT, TURN_WORDS, WORD_BYTES, AnswerSlot
+from penstock.gateway.stream.direct_body import DirectBody, kept_body
 from penstock.runtime import crash_points
 from penstock.runtime.event_loop import LoopYielder
 
@@ -416,87 +414,3 @@ class BodyWriter:
         except TimeoutError:
             raise CallerGoneError from None
         self._patience_s += len(body) / MIN_BYTES_PER_S - (time.monotonic() - since_s)
-
-
-# The short way from a streamed answer to its connection, offered as an extension of the ASGI scope.
-#
-# On the usual way, each part of a body passes through a coroutine of every middleware and of the server. All of them
-# only look at the head of the answer. For a stream of tokens, that way costs more than encoding the event.
-
-_BODY = "penstock.body"
-
-
-class DirectBody:
-    """The body of one answer. Its head must have been sent on the usual way, and its last part goes that way too."""
-
-    __slots__ = ("_cycle", "_flow")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-
-    @property
-    def cycle(self) -> RequestResponseCycle:
-        """The server's side of the answer."""
-        return self._cycle
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a part may be written: the body is chunked, and the client reads fast enough."""
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding) and not (
-            self._flow.write_paused or cycle.disconnected or cycle.response_complete
-        )
-
-    def write(self, part: bytes, events: bytes = b"") -> None:
-        """Write one part, which must not be empty. Only while `is_ready`. `events`: those of the first job in it."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-
-
-class KeptBody(DirectBody):
-    """The body of an answer that outlives its gateway: each part is in the answer's slot before it is written."""
-
-    __slots__ = ("_slot", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle, slot: AnswerSlot, transport: Any) -> None:
-        """`transport`: that of the connection, without a slot."""
-        super().__init__(cycle)
-        self._slot = slot
-        self._transport = transport
-
-    def write(self, part: bytes, events: bytes = b"") -> None:
-        """Write one part, and count the events of the first job in it.
-
-        This runs for each token. The module of slots says why the process may be killed anywhere here.
-        """
-        data, slot, transport = b"%x\r\n%b\r\n" % (len(part), part), self._slot, self._transport
-        size = len(data)
-        if events and size <= slot.small and not transport.get_write_buffer_size():
-            slot.word = word = slot.word ^ TURN_WORDS
-            at, words = (word + PART_AT) * WORD_BYTES, slot.words
-            slot.memory[at : at + size] = data
-            words[word + 1] = slot.num_events = slot.num_events + len(events)
-            words[word] = slot.total = slot.total + size
-            transport.write(data)
-        else:
-            kept: Any = self._cycle.transport
-            kept.write(data, events)
-
-
-def kept_body(body: DirectBody, keep: AnswerKeep) -> DirectBody:
-    """Return the body of an answer with its slot, if it has one."""
-    return body if keep.slot is None else KeptBody(body.cycle, keep.slot, keep.transport)
-
-
-def offer_direct_body(cycle: RequestResponseCycle) -> None:
-    """Add the body of this answer to its scope."""
-    extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})
-    # A strong reference would be circular, and leave each answer to the garbage collector.
-    extensions[_BODY] = weakref.ref(cycle)
-
-
-def direct_body_of(scope: Scope) -> DirectBody | None:
-    """Return the body of the answer to this request, or None if the server offers none."""
-    offered: weakref.ref[RequestResponseCycle] | None = scope.get("extensions", {}).get(_BODY)
-    cycle = None if offered is None else offered()
-    return None if cycle is None else DirectBody(cycle)

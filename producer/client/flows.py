@@ -212,7 +212,7 @@ class AsyncFlow:
 
     def _submitted_id(self) -> str:
         if not self.id:
-            raise RequestError("the flow was not submitted: call submit() first", code="not_submitted")
+            raise RequestError("the flow was not submitted: call submit() first")
         return self.id
 
     async def wait(self, *, timeout: float | None = None) -> BatchRecord:  # noqa: ASYNC109

@@ -13,7 +13,7 @@ from penstock.contract.tasks import GENERATE
 from penstock.producer.client.pools import CachedState
 from penstock.producer.client.servers import QueueServers
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.keys import PROTOCOL_VERSION, other_version
+from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 
 NOT_ABLE = "unsupported_value"
 """The code of the error for a model that cannot run jobs of a kind."""

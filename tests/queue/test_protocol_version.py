@@ -15,7 +15,7 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
-from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.tenants.deletion import TenantBroker
 
 MODEL = "acme/other"

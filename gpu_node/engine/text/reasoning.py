@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from penstock.contract.calls.opening import CallOpening
-from penstock.contract.calls.reading import MAX_OPENING_CHARS
+if TYPE_CHECKING:
+    from penstock.contract.calls.opening import CallOpening
 
-_MAX_OPENING_BYTES = 4 * MAX_OPENING_CHARS
 NEVER = (1 << 31) - 1
 """A number of tokens that no choice reaches."""
 
@@ -139,7 +138,7 @@ class ReasoningState:
         at = text.find(mark)
         while at >= 0:
             # A character that is not whole yet can only belong to the name.
-            begins = calls.is_at_start(text[at : at + _MAX_OPENING_BYTES].decode(errors="ignore"))
+            begins = calls.is_at_start(text[at : at + calls.max_bytes].decode(errors="ignore"))
             if begins is not False:
                 self._call = text[at:]
                 return begins is True

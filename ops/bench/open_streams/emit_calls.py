@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.queue.broker.scripts import packed
-from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.wire import array_header, pack
 
 FIRST_TOKEN = 1000

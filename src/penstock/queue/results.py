@@ -13,7 +13,7 @@ import msgpack
 
 from penstock.contract.output import Choice, FinishReason, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.tasks import Detokenized, Embedding, Entity, TaskOutput, TextRows, Tokenized
-from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.wire import (
     MAX_BYTES,
     RowParts,

@@ -20,7 +20,7 @@ from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
 from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.tools import few_calls
-from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 
 # Values as msgpack, encoded and decoded with limits: extension types and large or deeply nested values are refused.
 

@@ -31,7 +31,7 @@ from penstock.gateway.kept.slots import (
     Slots,
     memory_bytes,
 )
-from penstock.gateway.stream.writer import KeptBody
+from penstock.gateway.stream.direct_body import KeptBody
 from penstock.runtime import crash_points
 from penstock.runtime.kept_sockets import counts_of
 

@@ -13,12 +13,16 @@ from typing import Self
 
 from penstock.contract.calls.reading import BLANK, MAX_OPENING_CHARS, WAIT, after_mark
 from penstock.contract.tool_formats import ToolFormat
+from penstock.contract.tools import MAX_FUNCTION_NAME_CHARS
 
 
 class CallOpening:
     """The beginning of a call, from its mark to the function's name."""
 
     __slots__ = ("_parts", "mark")
+
+    max_bytes = 4 * (MAX_OPENING_CHARS + MAX_FUNCTION_NAME_CHARS + 1)
+    """Bytes of a text that tell enough of it."""
 
     def __init__(self, form: ToolFormat, names: Sequence[str]) -> None:
         first, *further = _parts_before_name(form)

@@ -29,7 +29,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.pool import AWAY, NO_RIGHTS, REDIS_STATES
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
-from penstock.queue.keys import other_version
+from penstock.queue.protocol_version import other_version
 from penstock.runtime.event_loop import preserve_cancellation
 from penstock.runtime.file_descriptors import shortage_of
 from penstock.runtime.redis_url import NO_CLUSTER, sentinel_url_of

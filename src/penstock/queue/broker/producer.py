@@ -44,7 +44,7 @@ from penstock.queue.broker.submitting import Attached as Attached
 from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_conflict
 from penstock.queue.broker.submitting import Submission as Submission
 from penstock.queue.broker.submitting import Submitted as Submitted
-from penstock.queue.keys import PROTOCOL_VERSION, other_version
+from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 from penstock.queue.record_fields import is_wrong_type, unless_wrong_type, whole, without_wrong_types
 from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import WireError, decode_chunks

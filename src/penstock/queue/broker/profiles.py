@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import ConflictError, UnavailableError
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
-from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.wire import WireError, pack
 
 MAX_PROFILE_S = 60.0
