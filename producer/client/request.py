@@ -82,7 +82,7 @@ def with_choice(job: JobDef, choice: ToolChoice, *, parallel: bool, record: Pool
     output = job.params.structured_outputs
     # A job that is submitted again already has its constraints.
     is_constrained = output is not None and output.calls is not None
-    if is_constrained or not (is_forced or output or any(one.get("strict") for one in functions)):
+    if is_constrained or not _are_held(functions, output, is_forced=is_forced):
         return job
     answer = None if output is None else _answer_of(output, record, is_forced=is_forced)
     calls = WantedCalls(
@@ -93,6 +93,11 @@ def with_choice(job: JobDef, choice: ToolChoice, *, parallel: bool, record: Pool
         parallel=parallel and name is None,
     )
     return _constrained(calls, job, at_fault="tool_choice" if is_forced else "tools")
+
+
+def _are_held(functions: Sequence[Mapping[str, Any]], output: StructuredOutputs | None, *, is_forced: bool) -> bool:
+    """Return whether a grammar holds the calls of an answer."""
+    return is_forced or output is not None or any(one.get("strict") for one in functions)
 
 
 def _narrowed(job: JobDef, choice: ToolChoice) -> tuple[JobDef, ToolChoice]:
@@ -414,7 +419,7 @@ def answer_format(
 def _callable_in_reasoning(tools: str, choice: ToolChoice, params: SamplingParams) -> tuple[str, ...]:
     """Return the functions whose calls end reasoning without a closing mark; none if a grammar holds the calls."""
     functions = [tool["function"] for tool in json.loads(tools)]
-    is_held = choice != "auto" or params.structured_outputs or any(one.get("strict") for one in functions)
+    is_held = _are_held(functions, params.structured_outputs, is_forced=choice != "auto")
     return () if is_held else tuple(one["name"] for one in functions)
 
 

@@ -133,8 +133,7 @@ class ReasoningState:
 
     def _opens_call(self, calls: CallOpening, added: bytes) -> bool:
         """Return whether a call begins in the text so far, of which this is the newest part."""
-        mark = calls.mark.encode()
-        text = self._call + added
+        mark, text = calls.mark_bytes, self._call + added
         at = text.find(mark)
         while at >= 0:
             # A character that is not whole yet can only belong to the name.

@@ -3,7 +3,7 @@
 FOLDER has the files of a model that embeds texts, such as all-MiniLM-L6-v2. PYTHON is an interpreter that has
 sentence-transformers. Each contestant is a process that stays loaded and sleeps while another one has its turn. The
 texts are words of the model's vocabulary, drawn with a fixed seed. Vectors are compared with those of
-sentence-transformers in float32. Writes results/encoders.json and results/encoders.md.
+sentence-transformers in float32. Writes results/encoders.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.machine import describe
 
-RESULTS = Path(__file__).parents[1] / "results" / "encoders.json"
+RESULTS = Path(__file__).parents[1] / "results" / "encoders.md"
 MAX_TOKENS = 256
 BATCH = 32
 """Texts that sentence-transformers pads to one length, after it has sorted all of them by length."""
@@ -198,8 +198,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as given:
         measured = measure(options.folder, options, Path(given))
-    options.out.write_text(json.dumps(measured, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(page_of(measured))
+    options.out.write_text(page_of(measured))
     print(page_of(measured))
 
 

@@ -19,14 +19,14 @@ from penstock.contract.tools import MAX_FUNCTION_NAME_CHARS
 class CallOpening:
     """The beginning of a call, from its mark to the function's name."""
 
-    __slots__ = ("_parts", "mark")
+    __slots__ = ("_parts", "mark", "mark_bytes")
 
     max_bytes = 4 * (MAX_OPENING_CHARS + MAX_FUNCTION_NAME_CHARS + 1)
     """Bytes of a text that tell enough of it."""
 
     def __init__(self, form: ToolFormat, names: Sequence[str]) -> None:
         first, *further = _parts_before_name(form)
-        self.mark = first
+        self.mark, self.mark_bytes = first, first.encode()
         self._parts = [[part] for part in further] + [sorted(names, key=len, reverse=True)]
 
     @classmethod
