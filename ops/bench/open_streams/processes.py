@@ -25,7 +25,8 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 SOURCE = Path(__file__).parent / "reader.cpp"
 COMPILERS = ("g++", "clang++", "c++")
 STOP_TIMEOUT_S = 30
-REDIS_MIB = 4096
+REDIS_MIB = 16_384
+"""A limit, above what the tokens of all streams may take by the prediction: one tenant gets half of it."""
 MAX_TOKENS = 4000
 """Of a stream. The node says more if a measurement needs more; the queue predicts a job's memory by this."""
 OPENING_AT_ONCE = 64

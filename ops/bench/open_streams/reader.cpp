@@ -84,7 +84,7 @@ class Reader {
     for (size_t started = 0; num_open_ < streams_.size();) {
       while (started < streams_.size() && started - num_open_ < at_once) open(started++);
       poll(100);
-      if (num_closed_) fail("a stream was closed or refused while the others opened");
+      if (num_closed_) fail(("a stream ended while the others opened, after: " + last_closed_).c_str());
     }
     std::printf("{\"open\": %zu}\n", num_open_);
     std::fflush(stdout);
@@ -164,6 +164,7 @@ class Reader {
     if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (size <= 0) {
       ++num_closed_;
+      last_closed_ = stream.rest;
       close(stream.socket);
       return;
     }
@@ -260,6 +261,7 @@ class Reader {
   int epoll_;
   Interval interval_;
   size_t num_open_ = 0, num_closed_ = 0, num_wrong_ = 0;
+  std::string last_closed_;  // What the last stream that closed had left over: a refusal, or an event without an end.
   bool has_command_ = false;
   char buffer_[2 * kReadBytes];
 };
