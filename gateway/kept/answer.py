@@ -112,6 +112,7 @@ class AnswerKeep:
         "count",
         "is_poisoned",
         "num_behind",
+        "place",
         "record",
         "slot",
         "was_within_event",
@@ -137,6 +138,8 @@ class AnswerKeep:
         """Whether the bytes that the client has end within an event."""
         self.record: Mapping[str, Any] | None = None
         """The record, if the answer was taken over."""
+        self.place: tuple[int, int] | None = None
+        """Of an answer that was taken over and notes places: the one behind the last page that the client has."""
         self.is_poisoned = False
         """Whether earlier gateways died while they took the answer over, so that this one must not try it."""
         self._on_first_bytes: Callable[[], None] = _nothing
@@ -148,7 +151,11 @@ class AnswerKeep:
         self.slot, self.record, self._on_first_bytes = slot, record, on_first_bytes
         self.count = slot.count
         self.is_poisoned = left.num_takeovers >= MAX_TAKEOVERS
-        self._behind = [*left.counters]
+        if record.get("has_place"):
+            noted = left.counters[2:4]
+            self.place = None if noted == NO_EVENTS else (noted[0], noted[1])
+        else:
+            self._behind = [*left.counters]
         self._replayed = [*NO_EVENTS * (len(self._behind) // 2)]
         self._newest = left.newest
         self.num_behind = sum(count > 0 for count in self._behind[::2])
@@ -251,6 +258,20 @@ class AnswerKeep:
         told()
         if self.slot is not None:
             self.slot.set_takeovers(0)
+
+    def begin_read(self, *, is_stream: bool) -> None:
+        """Note the record of an answer that only reads. A successor reads again, from the place that was noted last.
+
+        It is for answers that are no function of a log, because what they send depends on when they read.
+        """
+        self.begin({"job_ids": [], "is_stream": is_stream, "has_place": True}, num_counters=2)
+
+    def note_place(self, place: tuple[int, int]) -> None:
+        """Note the place behind the bytes that are written next, once the head is sent. Both numbers are any ones."""
+        if self.slot is not None:
+            self.slot.counters = (*NO_EVENTS, *place)
+        if self._on_first_bytes is not _nothing:
+            self.survive()
 
     def note_within(self, *, is_within: bool) -> None:
         """Note whether the bytes that are written next end within an event."""

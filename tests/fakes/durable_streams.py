@@ -58,6 +58,10 @@ class MemoryLog:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def offset_at(self, place: tuple[int, int]) -> str:
+        """Return the offset of a page's place."""
+        return f"{place[0]:010d}"
+
     async def pages(self, offset: str) -> AsyncGenerator[Page, None]:
         """Yield the messages behind an offset; see `MessageLog`."""
         at = self._place_of(offset)
@@ -69,7 +73,7 @@ class MemoryLog:
             is_at_end = at == len(self.messages)
             if messages or is_first or self.is_closed:
                 closes = is_at_end and self.is_closed
-                yield Page(messages, f"{at:010d}", is_up_to_date=is_at_end, is_closed=closes)
+                yield Page(messages, f"{at:010d}", is_up_to_date=is_at_end, is_closed=closes, place=(at, 0))
                 if closes:
                     return
             is_first = False

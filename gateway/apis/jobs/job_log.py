@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
@@ -71,8 +71,15 @@ class _Position:
     is_closed: bool = False
     """Whether that chunk was the last one."""
 
-    def __str__(self) -> str:
-        return f"{self.index:010d}_{self.num_tokens or 0:010d}"
+    @property
+    def place(self) -> tuple[int, int]:
+        """The place as two numbers."""
+        return self.index, self.num_tokens or 0
+
+    def page(self, messages: Sequence[bytes], *, is_up_to_date: bool) -> Page:
+        """Return the page that ends here."""
+        place = self.place
+        return Page(messages, _offset_at(place), is_up_to_date=is_up_to_date, is_closed=self.is_closed, place=place)
 
     def pass_over(self, chunk: Chunk) -> None:
         """Move behind a chunk."""
@@ -116,7 +123,7 @@ class JobLog:
         self._stay(job)
         try:
             if at.index > status.num_chunks or not status.num_chunks:
-                yield Page([], str(at), is_up_to_date=True, is_closed=False)
+                yield at.page([], is_up_to_date=True)
             async with aclosing(self._read(job, at, status.num_chunks)) as pages:
                 async for page in pages:
                     yield page
@@ -145,17 +152,24 @@ class JobLog:
                         is_checked = True
                     at.pass_over(chunk)
                     if (len(messages) >= MAX_PAGE_MESSAGES or size >= MAX_PAGE_BYTES) and chunk is not batch[-1]:
-                        yield Page(messages, str(at), is_up_to_date=False, is_closed=False)
+                        yield at.page(messages, is_up_to_date=False)
                         messages, size = [], 0
                         await self._yielder.wait()
                 if at.index >= num_chunks or len(messages) >= MAX_PAGE_MESSAGES or size >= MAX_PAGE_BYTES:
-                    is_up_to_date = at.index >= num_chunks
-                    yield Page(messages, str(at), is_up_to_date=is_up_to_date, is_closed=at.is_closed)
+                    yield at.page(messages, is_up_to_date=at.index >= num_chunks)
                     messages, size = [], 0
+
+    def offset_at(self, place: tuple[int, int]) -> str:
+        """Return the offset of a page's place."""
+        return _offset_at(place)
 
     def _stay(self, job: AsyncJob) -> None:
         if self._present is not None:
             self._present.stay(job)
+
+
+def _offset_at(place: tuple[int, int]) -> str:
+    return "{:010d}_{:010d}".format(*place)
 
 
 def _position_of(offset: str, status: JobStatus) -> _Position:

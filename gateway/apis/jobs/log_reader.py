@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.gateway.errors import error_body
+from penstock.gateway.kept.answer import AnswerKeep, keep_of
 from penstock.gateway.metrics import StreamMeter
 from penstock.gateway.stream.answer import Answers
 from penstock.gateway.stream.event_stream import EventSource, until_disconnected, while_connected
@@ -56,6 +57,8 @@ class Page:
     """Whether these are all messages that there are by now."""
     is_closed: bool
     """Whether no further message will come."""
+    place: tuple[int, int]
+    """What `next_offset` stands for. See `MessageLog.offset_at`."""
 
 
 class MessageLog(Protocol):
@@ -74,6 +77,9 @@ class MessageLog(Protocol):
         Ends behind a page that is closed. Raises NotFoundError for no log, RequestError for an offset of another form,
         and GoneError for one that the log does not have any more.
         """
+
+    def offset_at(self, place: tuple[int, int]) -> str:
+        """Return the offset of a page's place."""
 
 
 def is_log_request(request: Request) -> bool:
@@ -182,15 +188,32 @@ class _PageAnswer(Response):
             await while_connected(self._answer(scope, receive, send), until_disconnected(receive))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (keep := keep_of(scope)) is None:
+            answer = await self._response()
+        else:
+            answer = await self._kept_response(keep)
+        await answer(scope, receive, send)
+
+    async def _kept_response(self, keep: AnswerKeep) -> Response:
+        """Return the response, and note it in the answer's slot; or that which an earlier gateway noted there."""
+        if keep.record is not None and (noted := keep.record.get("response")) is not None:
+            answer = Response(noted["body"], noted["status"])
+            answer.raw_headers = [(name, value) for name, value in noted["headers"]]
+            return answer
+        keep.begin_read(is_stream=False)
+        answer = await self._response()
+        headers = [[name, value] for name, value in answer.raw_headers]
+        keep.add({"response": {"status": answer.status_code, "headers": headers, "body": answer.body}})
+        return answer
+
+    async def _response(self) -> Response:
         page = await self._page()
         headers = {**self._log.headers, **_headers_of(page)}
         if self._waits and not page.is_closed:
             headers["Stream-Cursor"] = next_cursor(self._cursor, time.time())
         if self._waits and not page.messages:
-            answer = Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
-        else:
-            answer = self._with_messages(page, headers)
-        await answer(scope, receive, send)
+            return Response(status_code=204, headers={**headers, "Cache-Control": "no-store"})
+        return self._with_messages(page, headers)
 
     async def _page(self) -> Page:
         async with aclosing(self._log.pages(self._offset)) as pages:
@@ -238,6 +261,10 @@ class _LogEvents(EventSource):
         if _is_binary(self._log):
             writer.headers["Stream-SSE-Data-Encoding"] = "base64"
         end_s = asyncio.get_running_loop().time() + EVENTS_S
+        if self.keep is not None:
+            self.keep.begin_read(is_stream=True)
+            if self.keep.place is not None:
+                self._offset = self._log.offset_at(self.keep.place)
         async with aclosing(self._log.pages(self._offset)) as pages:
             while True:
                 try:
@@ -245,6 +272,9 @@ class _LogEvents(EventSource):
                         page = await anext(pages)
                 except TimeoutError:
                     return
+                await writer.begin()
+                if self.keep is not None:
+                    self.keep.note_place(page.place)
                 await writer.write(self._events_of(page))
                 meter.sent()
                 if page.is_closed:
