@@ -1,4 +1,4 @@
-"""Records that all backends over torch tensors take: one layer's KV blocks, and the norms of the residual stream."""
+"""Records that all backends over torch tensors take: one layer's KV blocks, norms, and slots of states."""
 
 from __future__ import annotations
 
@@ -67,3 +67,21 @@ class Addend:
     """An RMS norm of the rows, applied first."""
     scale: float = 1.0
     """Multiplies the rows, after their norm."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """Where the tokens of a step find the state before them, and where the states after them go. All int32."""
+
+    owners: Tensor
+    """[num_tokens]: the sequence of each token; -1 for padding tokens."""
+    starts: Tensor
+    """[num_seqs + 1]: the first token of each sequence. A padding sequence has none."""
+    reads: Tensor
+    """[num_seqs]: the slot with the state before a sequence's first token; -1: zeros."""
+    writes: Tensor
+    """[num_seqs]: the slot for the state after its last token."""
+    save_starts: Tensor
+    """[num_seqs + 1]: the first of `saves` of each sequence."""
+    saves: Tensor
+    """[num_saves, 2]: a token, ascending, and the slot that gets the state after it."""

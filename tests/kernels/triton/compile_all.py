@@ -26,8 +26,8 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
-from penstock.kernels.arguments import Addend, PagedCache
-from penstock.kernels.triton import launches, layers, products
+from penstock.kernels.arguments import Addend, PagedCache, StateRows
+from penstock.kernels.triton import launches, layers, products, recurrent
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
 from penstock.kernels.triton.few_rows import multiply_few
@@ -79,6 +79,10 @@ def _ints(*shape: int) -> torch.Tensor:
     return _empty(*shape, dtype=torch.int32)
 
 
+def _real(*shape: int) -> torch.Tensor:
+    return _empty(*shape, dtype=torch.float32)
+
+
 def _cache(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, block_size: int = 16) -> PagedCache:
     values = [_empty(4, 8, block_size, head_dim, dtype=dtype).transpose(0, 1) for _ in "kv"]
     scales = [_empty(4, 8, block_size, dtype=torch.float32).transpose(0, 1) for _ in "kv"]
@@ -111,6 +115,7 @@ def compile_doors(capability: int) -> None:
         _attend(prefill_attention, wide, _ints(4, 2))
     _compile_layers(formats)
     _compile_products(formats[1:])
+    _compile_recurrent()
     marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
     marks.add(_ints(9, 3))
     marks.allow_only(_ints(2), _ints(2, 4008))
@@ -160,6 +165,29 @@ def _compile_products(formats: list[torch.dtype]) -> None:
         add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, rank, 4096), _empty(3, 6144, rank), _ints(2, 3))
 
 
+def _recurrent_step(size: int, dim: int = 128, key_heads: int = 16, norm: torch.Tensor | None = None) -> None:
+    """All kernels with states, of `size` sequences. norm: the weights of a norm behind the gates."""
+    seqs, tiled, heads = _ints(size + 1), key_heads < 16, _real(16)
+    rows = StateRows(_ints(2 * size), seqs, seqs[1:], seqs[1:], seqs, _ints(size, 2))
+    x, weight, bias = _empty(2 * size, 8192), _real(4, 6144), _real(6144)
+    recurrent.convolve(x, _real(9, 3, 6144), weight, bias, rows)
+    given = _real(2 * size, (2 * key_heads + 16) * dim), _real(2 * size, 32), heads, heads
+    recurrent.delta_rule(*given, _real(9, 16, dim, dim), rows, num_key_heads=key_heads, tiled=tiled)
+    given = _real(2 * size, 16 * 64 + 2 * dim), _empty(2 * size, 48)[:, 8:24], heads, heads
+    recurrent.scan(*given, heads, _real(9, 16, 64, dim), rows, num_groups=1)
+    width = 128 if tiled else 2048
+    recurrent.gate_outputs(_real(2 * size, 2048), x[:, 6144:], norm, x.dtype, width=width, eps=1e-6, norm_first=tiled)
+
+
+def _compile_recurrent() -> None:
+    """Delta rules of Qwen3.5, Mamba-2 of Granite 4 and Falcon-H1, short convolutions of LFM2."""
+    _recurrent_step(4)
+    _recurrent_step(4, key_heads=8, norm=_real(128))
+    _recurrent_step(4, dim=256, norm=_real(2048))
+    rows = StateRows(_ints(4), _ints(5), _ints(4), _ints(4), _ints(5), _ints(2, 2))
+    recurrent.convolve(_empty(4, 3 * 2048), _real(9, 2, 2048), _real(3, 2048), None, rows, torch.bfloat16, gated=True)
+
+
 def compile_steps() -> None:
     """Steps that differ in nothing but their sizes."""
     for size in (2, 16, 17, 63):
@@ -169,6 +197,7 @@ def compile_steps() -> None:
         layers.rotate_and_store(*given)
         add_norm(_empty(size, 4096, dtype=torch.float32), Addend(_empty(size, 4096)), Norm(_empty(4096), None, 1e-5))
         layers.gate_mul(_empty(size, 4096), "silu")
+        _recurrent_step(size)
         marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
         marks.add(_ints(size, 3))
         sample(_empty(size, 128_256), _ints(size, len(RULE_COLUMNS)), marks)

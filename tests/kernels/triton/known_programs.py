@@ -1,9 +1,9 @@
-"""What the compiler made of the kernels' programs, kept in `compiled_90.json` by Triton's own hash of a program.
+"""What the compiler made of the kernels' programs, kept in `compiled_80.json` and `compiled_90.json`.
 
-The hash covers the source, constants and options of a program, the GPU, Triton and ptxas. A program with the hash of an
-earlier compilation has its facts, so a run compiles only what has changed: 3 s of CPU time instead of 73. An old file
-costs only time; `compile_all.py 90 --record` writes a new one. `make check-full` reads none: it compiles all programs,
-and compares.
+They are named by Triton's own hash. It covers the source, constants and options of a program, the GPU, Triton and
+ptxas. A program with the hash of an earlier compilation has its facts, so a run compiles only what has changed: 3 s of
+CPU time instead of 73. An old file costs only time; `compile_all.py 90 --record` writes a new one. `make check-full`
+reads none: it compiles all programs, and compares.
 """
 
 from __future__ import annotations
