@@ -106,10 +106,11 @@ class RunnerSettings(BaseModel):
     """Number of KV blocks in host memory, instead of a size in GiB."""
     state_cache_gib: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Memory in GiB for the states of recurrent layers, where a model has such layers. Default: that of the states of
-    max_num_seqs sequences and of as many snapshots, but at most a quarter of the free memory. If the states of fewer
-    sequences fit, max_num_seqs is lowered."""
+    max_num_seqs sequences and of as many snapshots, but at most a quarter of the free memory; on a GPU, of what weights
+    leave of gpu_memory_utilization. If the states of fewer sequences fit, max_num_seqs is lowered."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Fraction of the GPU's memory to use; the KV cache gets what weights and the largest step leave. Default: 0.9."""
+    """Fraction of the GPU's memory to use; the KV cache gets what weights, states and the largest step leave. Default:
+    0.9."""
     cpu_offload_gib: float = Field(default=0.0, ge=0.0)
     """GiB of weights that stay in host memory and are streamed to the GPU in each step."""
     enforce_eager: bool = False

@@ -66,7 +66,7 @@ def delta_rule(
     value heads, key_dim, value_dim] float32; tiled: value head h belongs to key head h modulo their number.
     """
     _, heads, key_dim, value_dim = matrices.shape
-    queries, keys, values = mixed.split([num_key_heads * key_dim] * 2 + [heads * value_dim], dim=1)
+    queries, keys, values = torch.split(mixed, [num_key_heads * key_dim] * 2 + [heads * value_dim], dim=1)
     at = torch.arange(heads, device=mixed.device)
     key_heads = at % num_key_heads if tiled else at // (heads // num_key_heads)
     out = torch.empty(len(mixed), heads, value_dim, device=mixed.device)
@@ -107,7 +107,7 @@ def scan(
     heads, head_dim, state_size] float32.
     """
     _, heads, head_dim, state_size = matrices.shape
-    values, writes, reads = mixed.split([heads * head_dim] + [num_groups * state_size] * 2, dim=1)
+    values, writes, reads = torch.split(mixed, [heads * head_dim] + [num_groups * state_size] * 2, dim=1)
     lasting = functional.softplus(duration_factor * durations.float() + biases)
     out = torch.empty(len(mixed), heads, head_dim, device=mixed.device)
 

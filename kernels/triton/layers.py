@@ -54,7 +54,7 @@ def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float, first: int 
     return out
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 @triton.jit
@@ -63,6 +63,8 @@ def _activated(x, KIND: tl.constexpr):
         return x * tl.sigmoid(x)
     if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == "relu2":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     # gelu_tanh: 0.5 * (1 + tanh(y)) is sigmoid(2 * y).
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 

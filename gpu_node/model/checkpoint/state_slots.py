@@ -32,21 +32,27 @@ class StateFit:
         return self.num_slots * self.slot_bytes
 
 
-def fit_states(options: RunnerOptions, slot_bytes: int, block_bytes: Callable[[], int]) -> StateFit:
+def fit_states(
+    options: RunnerOptions, slot_bytes: int, block_bytes: Callable[[], int], *, free_on_gpu: int | None = None
+) -> StateFit:
     """Return how many states of `slot_bytes` each fit. `block_bytes` returns the size of a KV block, for an error.
+
+    free_on_gpu: what weights leave of the share of a GPU (`gpu_memory_utilization`); None: the CPU computes.
 
     Raises ConfigError if the memory does not hold the states of one sequence.
     """
     if not slot_bytes:
         return StateFit(0, 0, options.max_num_seqs)
-    wanted, free_bytes = SLOTS_OF_SEQUENCE * options.max_num_seqs, available_bytes()
+    wanted, memory, free_bytes = SLOTS_OF_SEQUENCE * options.max_num_seqs, "free memory", available_bytes()
+    if free_on_gpu is not None:
+        memory, free_bytes = "GPU memory that weights leave", max(1, free_on_gpu)
     budget = f"state_cache_gib {options.state_cache_gib}"
     if options.state_slots:
         budget, num_slots = f"state_slots {options.state_slots}", options.state_slots
     elif options.state_cache_gib is not None:
         num_slots = int(options.state_cache_gib * _GIB) // slot_bytes
     elif free_bytes:
-        budget = f"{STATE_SHARE:.0%} of the free memory, {free_bytes * STATE_SHARE / _GIB:.4g} GiB,"
+        budget = f"{STATE_SHARE:.0%} of the {memory}, {free_bytes * STATE_SHARE / _GIB:.4g} GiB,"
         num_slots = min(wanted, int(free_bytes * STATE_SHARE) // slot_bytes)
     else:
         num_slots = wanted

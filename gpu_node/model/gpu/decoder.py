@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
+from penstock.gpu_node.model.architecture.recurrent import DeltaRule
 from penstock.gpu_node.model.architecture.rope import Rope
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
+from penstock.gpu_node.model.gpu.recurrent import StatePool, mix
 from penstock.gpu_node.model.protocol import MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm, Product
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
-from penstock.kernels.arguments import Addend, PagedCache
+from penstock.kernels.arguments import Addend, PagedCache, StateRows
 from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.layers import activate, bound_logits, embed, gate_mul, rotate_and_store
 from penstock.kernels.triton.norms import add_norm, norm_all_heads
@@ -111,16 +114,12 @@ class GpuWeights(DecoderWeights):
     embedding: EmbeddingTable
 
 
-class _LayerShape(NamedTuple):
-    attention: Attention
-    mlp: Mlp
-    is_parallel: bool
+class _Mixed(NamedTuple):
+    """What the mixers of a layer have computed for some tokens, before it is projected."""
 
-
-def _shape_of(layer: LayerSpec) -> _LayerShape:
-    if layer.attention is None or layer.mlp is None:
-        raise ConfigError("runner gpu: layers without attention or without an MLP are not supported")
-    return _LayerShape(layer.attention, layer.mlp, layer.parallel_residual)
+    by_matrix: dict[MatrixName, Tensor]
+    normed: Tensor | None
+    """The rows that they read, where an MLP reads them, too."""
 
 
 class GpuDecoder:
@@ -147,7 +146,10 @@ class GpuDecoder:
         self.num_positions = num_positions
         self._weights = weights
         device = weights.device
-        self._layers = tuple(map(_shape_of, spec.layers))
+        self._layers = spec.layers
+        counts = accumulate((layer.attention is not None for layer in spec.layers), initial=0)
+        self._cache_at = tuple(counts)[: spec.num_layers]
+        """By layer: how many caches the layers before it have."""
         # A tile that fits the widest heads fits all.
         self.query_rows = prefill_rows(max(one.head_dim for one in spec.attentions), weights.dtype, device)
         """Queries per tile of prefill attention, for `pack_step`."""
@@ -181,11 +183,12 @@ class GpuDecoder:
         layers: list[PagedCache],
         splits: int,
         adapted: AdaptedTiles = NOT_ADAPTED,
+        states: StatePool | None = None,
     ) -> Tensor:
-        """Store the step's keys and values and return the hidden states of its sampling tokens after the final norm.
+        """Store the step's keys, values and states; return the hidden states of its sampling tokens, normed.
 
-        sampled: the tokens that the rows of the previous step sampled; splits: the number of parts that each context of
-        a decoding sequence is split into.
+        sampled: the tokens that the rows of the previous step sampled; layers: the caches of those with attention;
+        splits: the number of parts that each context of a decoding sequence is split into.
         """
         spec, weights = self.spec, self._weights
         # The residual stream stays in float32, as the torch runner's does.
@@ -193,23 +196,86 @@ class GpuDecoder:
         embedded = embed(step.token_ids, sampled, table, spec.embedding_scale, self._first_row)
         residual = self._ranks.sum(embedded)
         delta: Addend | None = None
-        for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
-            normed, qkv = self._normed_product(residual, delta, layer.attention_norm, (i, "qkv", layer.qkv), adapted)
-            attended = self._attend(step, qkv, cache, layer, i, splits).flatten(1)
+        for i, layer in enumerate(weights.layers):
+            spec_of_layer, mixed = self._layers[i], _Mixed({}, None)
+            if spec_of_layer.mixer is not None:
+                matrix: _Matrix = i, "qkv", layer.qkv
+                normed, projected = self._normed_product(residual, delta, layer.attention_norm, matrix, adapted)
+                delta, mixed = None, self._mixed(step, normed, projected, layers, layer, i, splits, states)
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
-                residual, attended = residual[step.sampling], attended[step.sampling]
-                normed = normed[step.sampling] if self._layers[i].is_parallel and normed is not None else None
+                residual, delta, mixed = _at_samples(step.sampling, residual, delta, mixed)
                 adapted = adapted.at_samples()
-            added = adapted.add(i, "out", attended, layer.out(attended))
-            delta = self._after_attention(residual, normed, added, i, layer, adapted)
+            delta = self._after_mixers(residual, delta, mixed, i, layer, adapted)
         return add_norm(residual, delta, weights.final_norm)
+
+    def _mixed(
+        self,
+        step: StepInputs[Tensor],
+        normed: Tensor | None,
+        projected: Tensor,
+        caches: list[PagedCache],
+        layer: LayerWeights,
+        at: int,
+        splits: int,
+        states: StatePool | None,
+    ) -> _Mixed:
+        """Compute the mixers of layer `at`, and store its keys, values and states.
+
+        normed: [num_tokens, hidden]; projected: its product with the mixers' first matrix.
+        """
+        spec, by_matrix = self._layers[at], dict[MatrixName, Tensor]()
+        if spec.attention is not None:
+            first = sum(rows for _, rows in spec.attention.input_parts)
+            own, projected = projected[:, :first], projected[:, first:]
+            by_matrix["out"] = self._attended(step, own, normed, caches[self._cache_at[at]], layer, at, splits)
+        if spec.recurrence is not None:
+            held = None if states is None else states.layers[at]
+            if held is None or layer.recurrence is None:
+                raise InvariantError(f"layer {at} has no states")
+            rows = mix(spec.recurrence, layer.recurrence, normed, projected, held, _state_rows(step))
+            by_matrix["mixer_out" if by_matrix else "out"] = rows
+        return _Mixed(by_matrix, normed if spec.parallel_residual else None)
+
+    def _attended(
+        self,
+        step: StepInputs[Tensor],
+        projected: Tensor,
+        normed: Tensor | None,
+        cache: PagedCache,
+        layer: LayerWeights,
+        at: int,
+        splits: int,
+    ) -> Tensor:
+        """Return the outputs of the attention of layer `at`, [num_tokens, queries], with their gates and factor."""
+        spec, gates = self._attention_of(at), None
+        if spec.output_gate:
+            # Each head of the queries has a gate behind it.
+            heads = projected.view(len(projected), -1, spec.head_dim)
+            gates, first_key = heads[:, 1 : 2 * spec.num_heads : 2], 2 * spec.num_heads
+            projected = torch.cat((heads[:, :first_key:2], heads[:, first_key:]), dim=1).flatten(1)
+        attended = self._attend(step, projected, cache, layer, at, splits)
+        if layer.head_gate is not None:
+            if normed is None:
+                raise InvariantError(f"the gates of the heads of layer {at} have nothing to read")
+            gates = multiply_invariant(normed.float(), layer.head_gate, None).unsqueeze(-1)
+        if gates is not None:
+            attended = attended * torch.sigmoid(gates).to(attended.dtype)
+        if spec.output_factor != 1:
+            attended = attended * spec.output_factor
+        return attended.flatten(1)
+
+    def _attention_of(self, at: int) -> Attention:
+        attention = self._layers[at].attention
+        if attention is None:
+            raise InvariantError(f"layer {at} has no attention")
+        return attention
 
     def _attend(
         self, step: StepInputs[Tensor], qkv: Tensor, cache: PagedCache, layer: LayerWeights, at: int, splits: int
     ) -> Tensor:
         """Return the attention of layer `at`, [num_tokens, num_heads, head_dim]."""
-        spec, attention = self.spec, self._layers[at].attention
+        spec, attention = self.spec, self._attention_of(at)
         norms: dict[str, Tensor] = {}
         if layer.head_norms is not None:
             q_norm, k_norm = layer.head_norms
@@ -246,42 +312,73 @@ class GpuDecoder:
     ) -> tuple[Tensor | None, Tensor]:
         """Add `delta` to `residual`; return its norm, or None where nothing else reads it, and the norm's product."""
         at, name, product = matrix
-        if isinstance(product, ScaledLinear) and adapted.tiles is None and not self._layers[at].is_parallel:
+        is_read = self._layers[at].parallel_residual or (name == "qkv" and _reads_normed(self._layers[at]))
+        if isinstance(product, ScaledLinear) and adapted.tiles is None and not is_read:
             return None, product.of_normed(residual, delta, norm)
         normed = add_norm(residual, delta, norm)
         return normed, adapted.add(at, name, normed, product(normed))
 
-    def _after_attention(
-        self,
-        residual: Tensor,
-        normed: Tensor | None,
-        attended: Tensor,
-        at: int,
-        layer: LayerWeights,
-        adapted: AdaptedTiles,
-    ) -> Addend:
+    def _after_mixers(
+        self, residual: Tensor, delta: Addend | None, mixed: _Mixed, at: int, layer: LayerWeights, adapted: AdaptedTiles
+    ) -> Addend | None:
         """Compute the rest of a layer; return what remains to be added to the residual stream.
 
-        Without a parallel residual, the attention output is added to `residual` in place.
+        delta: what remained before. Without a parallel residual, all before the MLP is added to `residual` in place.
         """
-        scale = self.spec.residual_scale
-        if not self._layers[at].is_parallel:
-            delta = Addend(self._ranks.sum(attended), layer.post_attention_norm, scale)
-            matrix: _Matrix = at, "mlp_in", layer.mlp_in
-            _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
-            return Addend(self._ranks.sum(self._mlp(inner, at, layer, adapted)), layer.post_mlp_norm, scale)
-        if normed is None or layer.mlp_norm is not layer.attention_norm:
-            normed = add_norm(residual, None, layer.mlp_norm)
-        inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
-        return Addend(self._ranks.sum(attended + self._mlp(inner, at, layer, adapted)), None, scale)
+        spec, scale = self._layers[at], self.spec.residual_scale
+        parts = [
+            adapted.add(at, matrix, rows, layer.out(rows) if matrix == "out" else layer.mixer_out(rows))
+            for matrix, rows in mixed.by_matrix.items()
+        ]
+        added = None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        if spec.parallel_residual and added is not None:
+            normed = mixed.normed
+            if normed is None or layer.mlp_norm is not layer.attention_norm:
+                normed = add_norm(residual, None, layer.mlp_norm)
+            inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
+            return Addend(self._ranks.sum(added + self._mlp(inner, at, layer, adapted)), None, scale)
+        if added is not None:
+            delta = Addend(self._ranks.sum(added), layer.post_attention_norm, scale)
+        if spec.mlp is None:
+            return delta
+        matrix: _Matrix = at, "mlp_in", layer.mlp_in
+        _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
+        return Addend(self._ranks.sum(self._mlp(inner, at, layer, adapted)), layer.post_mlp_norm, scale)
 
     def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedTiles) -> Tensor:
         """Return the MLP's output. inner: the product with its first matrix."""
         mlp, product = self._layers[at].mlp, layer.mlp_out
+        if mlp is None:
+            raise InvariantError(f"layer {at} has no MLP")
+        for part, factor in zip(inner.chunk(2, dim=1), (mlp.gate_factor, mlp.output_factor), strict=True):
+            # Of a gated MLP: its outputs grow with what the gates multiply.
+            if factor != 1:
+                part.mul_(factor)
         if isinstance(product, ScaledLinear) and adapted.tiles is None:
             return product.of_activated(inner, mlp.activation, gated=mlp.is_gated)
         gated = gate_mul(inner, mlp.activation) if mlp.is_gated else activate(inner, mlp.activation)
         return adapted.add(at, "mlp_out", gated, product(gated))
+
+
+def _reads_normed(layer: LayerSpec) -> bool:
+    """Return whether gates of a layer's mixers read the normed rows beside the first matrix."""
+    has_head_gate = layer.attention is not None and layer.attention.head_gate is not None
+    return has_head_gate or isinstance(layer.recurrence, DeltaRule)
+
+
+def _state_rows(step: StepInputs[Tensor]) -> StateRows:
+    of_seqs = step.query_starts, step.state_reads, step.state_writes
+    return StateRows(step.owners, *of_seqs, step.save_starts, step.state_saves)
+
+
+def _at_samples(
+    samples: Tensor, residual: Tensor, delta: Addend | None, mixed: _Mixed
+) -> tuple[Tensor, Addend | None, _Mixed]:
+    """Return the rows of the wanted tokens."""
+    by_matrix = {matrix: rows[samples] for matrix, rows in mixed.by_matrix.items()}
+    normed = None if mixed.normed is None else mixed.normed[samples]
+    left = None if delta is None else replace(delta, rows=delta.rows[samples])
+    return residual[samples], left, _Mixed(by_matrix, normed)
 
 
 def _angles(rope: Rope | None, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

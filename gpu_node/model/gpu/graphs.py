@@ -35,11 +35,18 @@ class StepShape:
     """Query tiles of prefill attention. 0: every sequence decodes and samples."""
     num_adapter_tiles: int = 0
     """Tiles of tokens with an adapter. 0: the graph omits the adapter kernels."""
+    has_states: bool = False
+    """Whether the model has recurrent layers."""
 
     @property
     def num_sampled_adapter_tiles(self) -> int:
         """Tiles of sampling tokens with an adapter."""
         return min(self.num_seqs, self.num_adapter_tiles)
+
+    @property
+    def num_saves(self) -> int:
+        """States that are saved beside the last one of each sequence: as many as there are sequences."""
+        return self.num_seqs if self.has_states else 0
 
     def with_adapters(self) -> StepShape:
         """Return the shape of the same steps with adapters, where a tile holds consecutive tokens of one adapter."""
@@ -52,6 +59,7 @@ class StepShape:
             and len(step.context_lens) <= self.num_seqs
             and len(step.tiles) <= self.num_tiles
             and len(step.adapter_tiles) <= self.num_adapter_tiles
+            and len(step.state_saves) <= self.num_saves
         )
 
 
@@ -67,13 +75,13 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 class GraphShapes:
     """The shapes of a runner's graphs: of steps in which every sequence decodes, and of all other steps."""
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, *, has_adapters: bool) -> None:
-        """max_num_tokens: of a step."""
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, *, has_adapters: bool, has_states: bool = False) -> None:
+        """max_num_tokens: of a step; has_states: whether the model has recurrent layers."""
         rows = bucket_sizes(max_num_seqs)
         self.max_rows = rows[-1]
-        decode = [StepShape(size, size) for size in rows]
+        decode = [StepShape(size, size, has_states=has_states) for size in rows]
         mixed = [
-            StepShape(tokens, min(tokens, self.max_rows), tokens // QUERY_TILE + num_prefills)
+            StepShape(tokens, min(tokens, self.max_rows), tokens // QUERY_TILE + num_prefills, has_states=has_states)
             for tokens in _mixed_tokens(max_num_tokens)
             for num_prefills in _prefill_counts(tokens, self.max_rows)
         ]
@@ -121,6 +129,7 @@ def pad_step(step: StepInputs[Ints], shape: StepShape) -> StepInputs[Ints]:
     the kernels skip. Padding rows of sampling sample greedily after the first token.
     """
     # np.pad would take ten times as long, on the thread that every step waits for.
+    states = (shape.num_tokens, shape.num_seqs, shape.num_seqs + 1) if shape.has_states else (0, 0, 0)
     rules = _longer(step.rules, shape.num_seqs)
     rules[len(step.rules) :, -1] = -1
     return replace(
@@ -136,6 +145,11 @@ def pad_step(step: StepInputs[Ints], shape: StepShape) -> StepInputs[Ints]:
         rules=rules,
         adapter_tiles=_longer(step.adapter_tiles, shape.num_adapter_tiles),
         sampled_adapter_tiles=_longer(step.sampled_adapter_tiles, shape.num_sampled_adapter_tiles),
+        owners=_longer(step.owners, states[0], -1),
+        state_reads=_longer(step.state_reads, states[1], -1),
+        state_writes=_longer(step.state_writes, states[1]),
+        save_starts=_longer(step.save_starts, states[2], len(step.state_saves)),
+        state_saves=_longer(step.state_saves, shape.num_saves),
     )
 
 
@@ -148,7 +162,8 @@ def _longer(rows: Ints, count: int, value: int = 0) -> Ints:
 
 def blank_step(shape: StepShape) -> StepInputs[Ints]:
     """Return a step of nothing but padding."""
-    widths = {"tiles": 2, "rules": len(RULE_COLUMNS), "adapter_tiles": 3, "sampled_adapter_tiles": 3, "block_tables": 1}
+    widths = {"tiles": 2, "rules": len(RULE_COLUMNS), "adapter_tiles": 3, "sampled_adapter_tiles": 3}
+    widths |= {"state_saves": 2, "block_tables": 1}
     sizes = {field.name: (0, widths[field.name]) if field.name in widths else 0 for field in fields(StepInputs)}
     arrays = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
     return pad_step(StepInputs(**arrays | {"query_starts": np.zeros(1, np.int32)}), shape)

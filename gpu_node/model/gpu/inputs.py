@@ -24,6 +24,8 @@ from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
 _NO_ADAPTER_TILES = np.zeros((0, 3), np.int32)
+_NOTHING = np.zeros(0, np.int32)
+_NO_SAVES = np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,17 @@ class StepInputs(Generic[Array]):
     """[num_tiles, 3]: tiles of tokens with an adapter, from `lora_tiles`; a padding tile has no row."""
     sampled_adapter_tiles: Array
     """[num_tiles, 3]: the same for the tokens of `sampling`."""
+    owners: Array
+    """[num_tokens]: the sequence of each token, -1 for padding tokens; as the next four, empty for a model without
+    recurrent layers. `StateRows` describes them."""
+    state_reads: Array
+    """[num_seqs]: the slot with the state before a sequence's first token; -1: zeros."""
+    state_writes: Array
+    """[num_seqs]: the slot for the state after its last token."""
+    save_starts: Array
+    """[num_seqs + 1]: the first of `state_saves` of each sequence."""
+    state_saves: Array
+    """[num_saves, 2]: a token, ascending, and the slot that gets the state after it."""
     block_tables: Array
     """[num_seqs, max_blocks]. Stays the last field, because one graph runs steps with tables of any width."""
 
@@ -85,8 +98,24 @@ def pack_step(plan: StepPlan, block_size: int, query_rows: int = QUERY_TILE) -> 
         rules=pack_rules(plan.sampling, np.full(len(plan.sample_tokens), -1, np.int32)),
         adapter_tiles=tiles,
         sampled_adapter_tiles=sampled_tiles,
+        **_state_arrays(plan, seqs),
         block_tables=plan.block_tables,
     )
+
+
+def _state_arrays(plan: StepPlan, owners: NDArray[np.int64]) -> dict[str, Ints]:
+    """Return the arrays of a step's states. owners: the sequence of each token."""
+    states = plan.states
+    if states is None:
+        empty = dict.fromkeys(("owners", "state_reads", "state_writes", "save_starts"), _NOTHING)
+        return {**empty, "state_saves": _NO_SAVES}
+    return {
+        "owners": owners.astype(np.int32),
+        "state_reads": states.reads,
+        "state_writes": states.writes,
+        "save_starts": np.searchsorted(states.saves[:, 0], plan.query_starts).astype(np.int32),
+        "state_saves": states.saves,
+    }
 
 
 def to_device(packed: Tensor, arrival: Tensor, step: StepInputs[Ints]) -> StepInputs[Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.rank_part import RankPart
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec, state_bytes
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.checkpoint.rank_tensors import RankTensors
 from penstock.gpu_node.model.checkpoint.source import Progress
@@ -24,6 +24,7 @@ from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, split_bytes
+from penstock.gpu_node.model.gpu.recurrent import StatePool
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS, GpuRunner, Limits
 from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
 from penstock.gpu_node.model.options import RunnerOptions
@@ -39,7 +40,7 @@ _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
 _SWAP_GIB = 4.0
 """Swap space if no setting names one and host memory allows it."""
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 
 
 @translate_out_of_memory()
@@ -78,6 +79,7 @@ def load_gpu(
     stream_of_adapters, slots = Device(device.torch), options.num_adapter_slots
     adapters = GpuAdapters(spec, slots, options.max_lora_rank, _DTYPES[name], stream_of_adapters)
     sizes = _fewest(_sizes(described, options, decoder, layout, device), host_ranks)
+    states = StatePool(spec, options.state_slots, device) if spec.recurrences else None
     pool, sizes = _new_pool(options, layout, sizes, device)
     if _fewest(sizes, host_ranks) != sizes:
         raise ConfigError("another rank has no memory for the swap space; set swap_space_gib to 0")
@@ -86,7 +88,7 @@ def load_gpu(
         *sizes_of_steps, options.deterministic, options.max_num_batched_tokens, enforce_eager=options.enforce_eager
     )
     capturing = partial(progress, "capture")
-    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, capturing, host_ranks)
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes, capturing, host_ranks, states)
     if device.is_gpu:
         # Before the first request arrives.
         runner.compile_eager_steps()
@@ -94,7 +96,8 @@ def load_gpu(
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
+    of_states = {} if states is None else {"state_slots": states.num_slots, "state_bytes": states.num_bytes}
+    log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks, **of_states})
     parts = ["gpu", name, *((formats,) if formats != "none" else ()), "kv", kept]
     parts += ["deterministic"] * options.deterministic + [f"tp{ranks.size}"] * (ranks.size > 1)
     return runner, "-".join(parts)
@@ -132,6 +135,15 @@ def gpu_of(number: int | None) -> torch.device:
     return torch.device("cpu")
 
 
+def free_bytes(options: RunnerOptions) -> int | None:
+    """Return what a model may still take of its share of the GPU; None where the CPU runs the GPU's kernels."""
+    if (device := gpu_of(options.gpu_number)).type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    share = options.gpu_memory_utilization or _UTILIZATION
+    return bytes_left(total=total, free=free, reserved=0, peak=0, utilization=share)
+
+
 def _avoid_fragments() -> None:
     """Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -150,6 +162,8 @@ def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     if options.deterministic and options.tensor_parallel_size > 1:
         # How NCCL adds up the ranks' results depends on the size of a step.
         raise ConfigError("deterministic needs tensor_parallel_size 1")
+    if options.cpu_offload_gib and spec.recurrences:
+        raise ConfigError("cpu_offload_gib needs layers of equal size, but recurrent layers differ from the others")
     columns = {spec.columns_of(layer, matrix) for layer in spec.kinds for matrix in layer.matrices}
     if quantization == "int4" and not can_pack_int4(*columns):
         raise ConfigError("quantization int4 needs matrices with a multiple of 32 columns")
@@ -175,7 +189,10 @@ def _sizes(
         num_blocks = left // block_bytes - 1
         share = options.gpu_memory_utilization or _UTILIZATION
         if num_blocks < 1:
-            raise ConfigError(f"gpu_memory_utilization {share} leaves no block of {options.block_size} tokens")
+            of_states = _no_block_beside_states(options, decoder.spec, block_bytes, left)
+            raise ConfigError(
+                f"gpu_memory_utilization {share} leaves no block of {options.block_size} tokens{of_states}"
+            )
         if options.kv_cache_gib is not None:
             affordable, num_blocks = num_blocks, int(options.kv_cache_gib * _GIB) // block_bytes
             if not 1 <= num_blocks <= affordable:
@@ -185,6 +202,20 @@ def _sizes(
                 )
     num_swapped = num_host_blocks(options, block_bytes, num_blocks, _SWAP_GIB)
     return CacheSizes(num_blocks, num_swapped, block_bytes)
+
+
+def _no_block_beside_states(options: RunnerOptions, spec: ModelSpec, block_bytes: int, left: int) -> str:
+    """Return what an error says of states where no KV block fits beside them."""
+    if not (slot_bytes := state_bytes(spec)):
+        return ""
+    all_bytes = options.state_slots * slot_bytes
+    state, block, everything, budget = (
+        f"{size / _MIB:,.4g} MiB" for size in (slot_bytes, block_bytes, all_bytes, left + all_bytes)
+    )
+    return (
+        f": a block takes {block}, and {options.state_slots} states of recurrent layers of {state} each take "
+        f"{everything} of the {budget} that weights and steps leave; set a smaller state_cache_gib"
+    )
 
 
 def _new_pool(options: RunnerOptions, layout: KvLayout, sizes: CacheSizes, device: Device) -> tuple[KvPool, CacheSizes]:
@@ -206,19 +237,21 @@ def _bytes_for_cache(
     """Return the GPU memory that weights, the largest step, the sampler's marks, swapping and the graphs leave."""
     # Return memory that only loading needed.
     torch.cuda.empty_cache()
-    pool, limit = KvPool(layout, 1, 0, device), options.max_num_batched_tokens
-    shapes = GraphShapes(options.max_num_seqs, limit, has_adapters=options.num_adapter_slots > 0)
     spec, block_bytes = decoder.spec, layout.block_bytes
+    pool, limit = KvPool(layout, 1, 0, device), options.max_num_batched_tokens
+    states = StatePool(spec, 1, device) if spec.recurrences else None
+    has_adapters = options.num_adapter_slots > 0
+    shapes = GraphShapes(options.max_num_seqs, limit, has_adapters=has_adapters, has_states=states is not None)
     # The measured steps have no decoding rows.
     splits = max(split_bytes(shapes.max_rows, one.num_heads, one.head_dim, FIXED_SPLITS) for one in spec.attentions)
-    peak = peak_bytes(decoder, pool, limit, options.max_num_seqs) + splits
+    peak = peak_bytes(decoder, pool, limit, options.max_num_seqs, states) + splits
     graphs = GraphMemory(
         num_graphs=len(shapes.all),
         num_rows=shapes.max_rows,
         logits_width=padded_vocab(spec.vocab_size),
         itemsize=decoder.dtype.itemsize,
         max_blocks=-(-described.max_model_len // options.block_size),
-        step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows) + splits,
+        step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows, states) + splits,
     )
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -226,5 +259,7 @@ def _bytes_for_cache(
     num_swapped = num_host_blocks(options, block_bytes, total // block_bytes, _SWAP_GIB)
     staged = layout.num_staged(num_swapped) * block_bytes
     share = options.gpu_memory_utilization or _UTILIZATION
-    taken = peak + marks + staged + (0 if options.enforce_eager else graphs.num_bytes)
+    # One slot is there already.
+    of_states = max(0, options.state_slots - 1) * state_bytes(spec)
+    taken = peak + marks + staged + of_states + (0 if options.enforce_eager else graphs.num_bytes)
     return bytes_left(total=total, free=free, reserved=reserved, peak=taken, utilization=share)

@@ -10,6 +10,7 @@ import torch
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.inputs import StepInputs, aligned
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
+from penstock.gpu_node.model.gpu.recurrent import StatePool
 from penstock.kernels.triton.prefill_attention import prefill_tiles
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
@@ -44,8 +45,13 @@ class GraphMemory:
 
 
 @torch.inference_mode()
-def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> None:
-    """Run a prefill step of `num_tokens` and sample `num_samples` rows after its first token; stores nothing."""
+def run_largest_step(
+    decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int, states: StatePool | None = None
+) -> None:
+    """Run a prefill step of `num_tokens` and sample `num_samples` rows after its first token.
+
+    It stores nothing, but the last state in slot 0.
+    """
     device = pool.layers[0].k.device
 
     def ints(*shape: int) -> torch.Tensor:
@@ -56,6 +62,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     counts = np.diff(starts)
     seqs = np.arange(len(counts), dtype=np.int32)
+    num_states = 0 if states is None else len(counts)
     # All contexts consist of the null block.
     tables = ints(len(counts), aligned(longest // pool.layers[0].block_size + 1))
     step = StepInputs(
@@ -70,18 +77,25 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
         rules=ints(num_samples, len(RULE_COLUMNS)),
         adapter_tiles=ints(0, 3),
         sampled_adapter_tiles=ints(0, 3),
+        owners=torch.from_numpy(np.repeat(seqs, counts)).to(device) if states is not None else ints(0),
+        state_reads=ints(num_states) - 1,
+        state_writes=ints(num_states),
+        save_starts=ints(num_states + 1 if states is not None else 0),
+        state_saves=ints(0, 2),
         block_tables=tables,
     )
     step.rules[:, -1] = -1
-    logits = decoder.logits(decoder.hidden(step, step.token_ids, pool.layers, 1))
+    logits = decoder.logits(decoder.hidden(step, step.token_ids, pool.layers, 1, states=states))
     sample(logits, step.rules, Marks.empty(1, logits.shape[1], device))
 
 
-def peak_bytes(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> int:
+def peak_bytes(
+    decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int, states: StatePool | None = None
+) -> int:
     """Return the peak GPU memory of the largest step, beyond the memory allocated before it."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run_largest_step(decoder, pool, num_tokens, num_samples)
+    run_largest_step(decoder, pool, num_tokens, num_samples, states)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.architecture.rank_part import RankAdapter
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
@@ -22,6 +23,7 @@ from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepGraphs, pad_step
 from penstock.gpu_node.model.gpu.inputs import Ints, RowMarks, StepInputs, mark_rows_of, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
+from penstock.gpu_node.model.gpu.recurrent import StatePool
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
@@ -150,6 +152,17 @@ class GpuStep:
         return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden, self.eager)
 
 
+class FailedStep:
+    """A step that ran out of memory when some of its work was submitted already."""
+
+    def __init__(self, error: MemoryError) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        """Raise the error."""
+        raise self._error
+
+
 class GpuRunner:
     """Runs steps asynchronously: `submit` enqueues the work on the GPU and returns.
 
@@ -172,8 +185,11 @@ class GpuRunner:
         weight_bytes: int = 0,
         report: Callable[[float], None] = lambda captured: None,
         host_ranks: Communicator = ONE_RANK,
+        states: StatePool | None = None,
     ) -> None:
-        """report: takes the fraction of graphs that are captured.
+        """states: the slots of a model with recurrent layers.
+
+        report: takes the fraction of graphs that are captured.
 
         host_ranks: the ranks that compute the model together, connected for tensors in host memory.
         """
@@ -182,6 +198,7 @@ class GpuRunner:
         self._host_ranks = host_ranks
         self._adapters = adapters
         self._pool = pool
+        self._states = states
         self._sizes = sizes
         self._profiler = TorchProfiler()
         self._limits = limits
@@ -192,7 +209,8 @@ class GpuRunner:
         self._no_marks = Marks.empty(0, vocab, device.torch)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         with torch.inference_mode():
-            shapes = GraphShapes(rows, limits.max_num_batched_tokens, has_adapters=adapters.num_slots > 0)
+            kinds = {"has_adapters": adapters.num_slots > 0, "has_states": states is not None}
+            shapes = GraphShapes(rows, limits.max_num_batched_tokens, **kinds)
             # Padding rows of a graph's batch sample too.
             self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
             self._graphs: StepGraphs | None = None
@@ -211,8 +229,8 @@ class GpuRunner:
 
     @property
     def state_sizes(self) -> StateSizes:
-        """None: a model without recurrent layers has no slots."""
-        return StateSizes()
+        """The slots of recurrent states."""
+        return StateSizes() if self._states is None else StateSizes(self._states.num_slots, self._states.slot_bytes)
 
     @property
     def placement(self) -> Placement:
@@ -245,17 +263,23 @@ class GpuRunner:
         """Write what was recorded as a compressed Chrome trace."""
         self._profiler.write(path)
 
-    def submit(self, plan: StepPlan) -> GpuStep:
-        """Start a step.
+    def submit(self, plan: StepPlan) -> GpuStep | FailedStep:
+        """Start a step. With states, a lack of memory shows in the result, because some layers may have written theirs.
 
         With several ranks, an error ends them all: the GPUs of the others wait for an exchange that never comes. So it
         is raised as BrokenExchangeError.
         """
-        if self._decoder.part.size == 1:
+        if self._states is None and self._decoder.part.size == 1:
             return self._submit(plan)
         try:
             return self._submit(plan)
+        except MemoryError as error:
+            if self._states is None:
+                raise BrokenExchangeError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
+            return FailedStep(error)
         except Exception as error:
+            if self._states is not None:
+                raise
             raise BrokenExchangeError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
 
     @translate_out_of_memory()
@@ -328,7 +352,7 @@ class GpuRunner:
         limit = self._limits.max_num_batched_tokens
         # Tile sizes of matrix products depend on the number of rows, which may exceed that of every graph.
         for num_tokens in sorted({min(MEDIUM_ROWS, limit), limit}):
-            run_largest_step(self._decoder, self._pool, num_tokens, self._limits.max_num_seqs)
+            run_largest_step(self._decoder, self._pool, num_tokens, self._limits.max_num_seqs, self._states)
 
     @torch.inference_mode()
     def compile_rest(self) -> None:
@@ -349,6 +373,8 @@ class GpuRunner:
         return _done(lambda: done_together(self._host_ranks, lambda: self.set_adapter(adapter_slot, find())))
 
     def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
+        if self._states is not None and plan.states is None:
+            raise InvariantError("a step of a model with recurrent layers names no states")
         return pack_step(plan, self._limits.block_size, self._decoder.query_rows)
 
     def _run_eagerly(
@@ -400,7 +426,8 @@ class GpuRunner:
         splits = FIXED_SPLITS
         if len(step.decoding) and not len(step.tiles) and not self._limits.deterministic:
             splits = num_splits(len(step.decoding), self._decoder.num_kv_heads, self._device.torch)
-        return self._decoder.hidden(step, self._tokens, self._pool.layers, splits, self._adapters.rows_of(step))
+        adapted = self._adapters.rows_of(step)
+        return self._decoder.hidden(step, self._tokens, self._pool.layers, splits, adapted, self._states)
 
     def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.architecture.families import family_of, needs_trans
 from penstock.gpu_node.model.architecture.gguf_layout import as_in_gguf
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
 from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
-from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of, stamps_of_source
@@ -238,6 +238,17 @@ def _load(
     return load_torch(described, options, progress, *([] if links is None else [links]))
 
 
+def free_on_gpu(described: Description, options: RunnerOptions) -> int | None:
+    """Return what a model may still take of its share of a GPU; None if no GPU computes it."""
+    is_wanted = options.wants_gpu or (options.runner == "auto" and _has_gpu())
+    if not is_wanted or special_features(described.spec):
+        return None
+    _choose_triton_cache()
+    with _torch_for("runner gpu"):
+        from penstock.gpu_node.model.gpu.load import free_bytes
+    return free_bytes(options)
+
+
 def _choose_triton_cache() -> None:
     """Let Triton keep its compiled code in our cache: like our kernels, it is code that a node runs."""
     if "TRITON_CACHE_DIR" not in os.environ:
@@ -330,8 +341,6 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
     later = [kind for kind in spec.kinds if kind.post_attention_norm is not None or kind.post_mlp_norm is not None]
     present = {
         "experts": any(mlp.experts is not None for mlp in spec.mlps),
-        "activation relu2": any(mlp.activation == "relu2" for mlp in spec.mlps),
-        "recurrent layers": bool(spec.recurrences),
         "queries that grow with positions (a max_model_len of at most their start avoids that)": bool(
             spec.query_growths
         ),
@@ -342,10 +351,8 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
         "norms of values": any(one.value_norm for one in spec.attentions),
         "embeddings of tokens for each layer": spec.token_inputs is not None,
         "factors of layers' outputs": any(kind.output_scale is not None for kind in spec.kinds),
-        "factors of heads": any(one.output_factor != 1 for one in spec.attentions),
-        "factors of MLPs": any((mlp.gate_factor, mlp.output_factor) != (1, 1) for mlp in spec.mlps),
-        "output gates of attention": any(one.output_gate or one.head_gate for one in spec.attentions),
-        "layers without attention or without an MLP": any(len(kind.matrices) < len(MATRICES) for kind in spec.kinds),
+        "factors of MLPs without gates": any(mlp.output_factor != 1 and not mlp.is_gated for mlp in spec.mlps),
+        "models without attention": not spec.attentions,
         "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),
         "layer norms after attention and MLP": bool(later) and spec.norm == "layer",
     }

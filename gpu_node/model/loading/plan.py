@@ -247,7 +247,10 @@ def plan_model(
     runner = runner_for(described, options, on_gpus=devices.kind == "gpu")
     sizes = sizes_of(described, options, runner)
     token_bytes = sizes.kv_token_bytes(spec, range(spec.num_layers))
-    states = fit_states(options, state_bytes(spec), lambda: token_bytes * options.block_size)
+    left = None
+    if devices.kind == "gpu":
+        left = _gpu_limit(options, devices) - sizes.weight_bytes
+    states = fit_states(options, state_bytes(spec), lambda: token_bytes * options.block_size, free_on_gpu=left)
     fits = [
         _fit(described, options, sizes, devices, Parallel(tensor, pipeline), replicas, states)
         for tensor, pipeline, replicas in shapes
@@ -306,7 +309,7 @@ def _fit(
         return ShapeFit(*counts, problem=problem, weight_bytes=most)
     try:
         if is_gpu:
-            tokens = _gpu_tokens(described.spec, options, sizes, devices, ranks, parallel.tensor)
+            tokens = _gpu_tokens(described.spec, options, sizes, devices, ranks, parallel.tensor, states.num_bytes)
         else:
             tokens = _cpu_tokens(described, options, sizes, devices, ranks, parallel, replicas, states.num_bytes)
     except ConfigError as error:
@@ -330,19 +333,31 @@ def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_R
     return ranks
 
 
+def _gpu_limit(options: RunnerOptions, devices: Devices) -> int:
+    """Return the bytes of each GPU that a node may take."""
+    return int((devices.rank_bytes or 0) * (options.gpu_memory_utilization or _UTILIZATION))
+
+
 def _gpu_tokens(
-    spec: ModelSpec, options: RunnerOptions, sizes: ModelSizes, devices: Devices, ranks: Sequence[_Rank], tensor: int
+    spec: ModelSpec,
+    options: RunnerOptions,
+    sizes: ModelSizes,
+    devices: Devices,
+    ranks: Sequence[_Rank],
+    tensor: int,
+    bytes_of_states: int,
 ) -> int:
     """Return the tokens of KV cache that the fullest GPU holds. Raises ConfigError if that is no block."""
-    share = options.gpu_memory_utilization or _UTILIZATION
-    limit = int((devices.rank_bytes or 0) * share)
+    limit = _gpu_limit(options, devices)
     step = _step_bytes(spec, options, _ITEM_BYTES[sizes.dtype], tensor)
     blocks = []
     for rank in ranks:
-        left, block_bytes = limit - rank.weight_bytes - step, rank.kv_token_bytes * options.block_size
+        taken, block_bytes = rank.weight_bytes + step + bytes_of_states, rank.kv_token_bytes * options.block_size
+        left = limit - taken
         if left < block_bytes:
-            needs, has = (number / _GIB for number in (rank.weight_bytes + step, limit))
-            raise ConfigError(f"a rank's weights and steps take {needs:.4g} GiB of the {has:.4g} GiB that it may use")
+            what = "weights, steps and states" if bytes_of_states else "weights and steps"
+            needs, has = (number / _GIB for number in (taken, limit))
+            raise ConfigError(f"a rank's {what} take {needs:.4g} GiB of the {has:.4g} GiB that it may use")
         if options.kv_cache_gib is not None:
             left = min(left, int(options.kv_cache_gib * _GIB))
         blocks.append(left // block_bytes)

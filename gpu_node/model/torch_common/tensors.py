@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
@@ -108,14 +111,14 @@ def read_layer(
         post_mlp_norm=norm_or_none(stored.post_mlp_norm),
         router=None if stored.router is None else linear(_router(stored.router, stored.routing), convert),
         more_experts=tuple(more),
-        recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence),
-        sinks=_floats(stored.sinks),
-        head_gate=_floats(stored.head_gate),
+        recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence, convert.device),
+        sinks=_floats(stored.sinks, convert.device),
+        head_gate=_floats(stored.head_gate, convert.device),
         mixer_out=missing if stored.mixer_out is None else linear(stored.mixer_out, convert),
-        choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias),
-        shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate),
+        choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias, convert.device),
+        shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate, convert.device),
         token_gate=None if (gate := stored.token_gate) is None else _token_gate(gate, convert, linear, norm),
-        output_scale=_floats(stored.output_scale),
+        output_scale=_floats(stored.output_scale, convert.device),
     )
 
 
@@ -155,22 +158,27 @@ def _router(matrix: Stored, routing: StoredRouting | None) -> StoredLinear:
     return StoredLinear((matrix,), () if bias is None else (bias,))
 
 
-def _floats(stored: Stored | None) -> Tensor | None:
-    return None if stored is None else torch.from_numpy(stored.to_float32())
+def _placed(values: NDArray[np.float32], device: torch.device | None) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if device is None else tensor.to(device)
 
 
-def _read_recurrence(stored: StoredRecurrence) -> RecurrentWeights:
+def _floats(stored: Stored | None, device: torch.device | None) -> Tensor | None:
+    return None if stored is None else _placed(stored.to_float32(), device)
+
+
+def _read_recurrence(stored: StoredRecurrence, device: torch.device | None) -> RecurrentWeights:
+    placed = partial(_placed, device=device)
     values = values_of(stored)
     heads: HeadWeights | ScanWeights | None = None
     if isinstance(found := values.heads, ScanValues):
-        durations, rates, skips = map(torch.from_numpy, (found.duration_biases, found.decay_rates, found.skips))
-        norm = None if found.norm is None else torch.from_numpy(found.norm)
-        heads = ScanWeights(durations, rates, skips, norm)
+        durations, rates, skips = map(placed, (found.duration_biases, found.decay_rates, found.skips))
+        heads = ScanWeights(durations, rates, skips, None if found.norm is None else placed(found.norm))
     elif found is not None:
         arrays = found.gates, found.decay_rates, found.decay_biases, found.norm
-        heads = HeadWeights(*map(torch.from_numpy, arrays))
-    bias = None if values.bias is None else torch.from_numpy(values.bias)
-    return RecurrentWeights(torch.from_numpy(values.convolution), bias, heads)
+        heads = HeadWeights(*map(placed, arrays))
+    bias = None if values.bias is None else placed(values.bias)
+    return RecurrentWeights(placed(values.convolution), bias, heads)
 
 
 def read_norm(stored: StoredNorm, convert: Converter, eps: float, offset: float = 0.0) -> Norm:

@@ -63,6 +63,20 @@ def test_a_size_that_holds_no_sequence_is_refused_with_the_sizes() -> None:
     )
 
 
+def test_on_a_gpu_slots_take_a_quarter_of_what_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 1 << 40)
+
+    def on_gpu(free: int, **options: Any) -> StateFit:
+        return fit_states(runner_options(max_num_seqs=64, **options), STATE, lambda: 192 * 1024, free_on_gpu=free)
+
+    assert on_gpu(4 * 51 * STATE) == StateFit(STATE, 51, 25)
+    assert on_gpu(1 << 40) == StateFit(STATE, 128, 64)
+    assert on_gpu(0, state_cache_gib=7 * STATE / 2**30) == StateFit(STATE, 7, 3)
+    for free in (100 * MIB, 0, -MIB):
+        with pytest.raises(ConfigError, match=r"25% of the GPU memory that weights leave, .* GiB, holds [01] states"):
+            on_gpu(free)
+
+
 def test_too_little_free_memory_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 100 * MIB)
     with pytest.raises(ConfigError, match=r"25% of the free memory, 0\.02441 GiB, holds 1 states"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,6 +22,7 @@ from fixtures.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.spec import state_bytes
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
@@ -35,6 +37,7 @@ from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, run_lar
 from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
 from penstock.gpu_node.model.loading.load import find_model, load_model
 from penstock.gpu_node.model.loading.plan import sizes_of
+from penstock.gpu_node.model.loading.state_slots import with_state_slots
 from penstock.gpu_node.model.protocol import NO_ADAPTER, CacheSizes
 
 GIB = 1 << 30
@@ -134,6 +137,44 @@ def test_memory_of_a_gpu_is_filled_without_a_number_of_blocks(
         assert 0 <= left - (num_blocks + 1) * layout.block_bytes < layout.block_bytes
 
 
+def test_states_count_in_the_share_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_family_model(tmp_path, "qwen3.5")
+    options = {"gpu_memory_utilization": 0.95, "max_num_seqs": 4, "num_swap_blocks": 0, "enforce_eager": True}
+    blocks = {}
+    for num_slots in (1, 101):
+        given = _on_small_gpu(folder, monkeypatch, state_slots=num_slots, **options)
+        blocks[num_slots] = load._sizes(*given).num_device_blocks
+    state, block = state_bytes(given[2].spec), given[3].block_bytes
+    assert abs((blocks[1] - blocks[101]) * block - 100 * state) < block
+    given = _on_small_gpu(folder, monkeypatch, state_slots=(192 << 20) // state, **options)
+    sizes = rf"a block takes {block / 2**20:,.4g} MiB, and \d+ states of recurrent layers of {state / 2**20:,.4g} MiB"
+    with pytest.raises(
+        ConfigError, match=f"0.95 leaves no block of 16 tokens: {sizes} each take .* of the [0-9.]+ MiB"
+    ):
+        load._sizes(*given)
+
+
+@pytest.mark.parametrize(("num_free", "slots", "seqs"), [(400, 8, 4), (20, 5, 2)])
+def test_fewer_sequences_run_where_a_gpu_holds_fewer_states(
+    num_free: int,
+    slots: int,
+    seqs: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The host's own memory, of which more is free, does not count."""
+    folder = make_family_model(tmp_path, "qwen3.5")
+    given = runner_options(runner="gpu", max_num_seqs=4, gpu_memory_utilization=0.9)
+    found = find_model(str(folder), given, lambda *_: None)
+    free = num_free * state_bytes(found.described.spec) + sizes_of(found.described, given, "gpu").weight_bytes
+    monkeypatch.setattr(load, "free_bytes", lambda _: free)
+    with caplog.at_level(logging.WARNING):
+        options = with_state_slots(found, given)
+    assert (options.state_slots, options.max_num_seqs) == (slots, seqs)
+    assert any("max_num_seqs is lowered" in record.getMessage() for record in caplog.records) == (seqs < 4)
+
+
 def test_graphs_take_their_pool_and_a_second_buffer_of_logits() -> None:
     """At Llama-3.1-8B's sizes the parts beside the pool are not small: 65 MiB of logits, 16 MiB of tables."""
     memory = GraphMemory(
@@ -215,9 +256,9 @@ def test_largest_step_has_contexts_within_the_models_limit(tmp_path: Path, monke
     contexts: list[list[int]] = []
     compute = decoder.hidden
 
-    def watched(step: Any, *given: Any) -> torch.Tensor:
+    def watched(step: Any, *given: Any, **rest: Any) -> torch.Tensor:
         contexts.append(step.context_lens.tolist())
-        return compute(step, *given)
+        return compute(step, *given, **rest)
 
     monkeypatch.setattr(decoder, "hidden", watched)
     run_largest_step(decoder, KvPool(layout, 1, 0, device), num_tokens=70, num_samples=2)

@@ -150,6 +150,20 @@ def test_a_kv_cache_of_fp8_is_planned_as_int8_on_a_cpu() -> None:
     assert plans[0].shapes == plans[1].shapes and plans[0].kv_token_bytes < plans[2].kv_token_bytes
 
 
+def test_states_count_in_the_memory_of_a_gpu(tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path, "qwen3.5")
+    plain, small = (
+        planned(str(folder), gpus(1, 2), [(1, 1, 1)], load_format="auto", dtype="auto", state_cache_gib=gib)
+        for gib in (0.2, 0.1)
+    )
+    assert plain.runner == "gpu"
+    difference = (plain.state_slots - small.state_slots) * plain.state_bytes
+    kv_bytes = [one.shapes[0].kv_bytes for one in (plain, small)]
+    assert abs(kv_bytes[1] - kv_bytes[0] - difference) < 16 * plain.kv_token_bytes
+    full = planned(str(folder), gpus(1, 2), [(1, 1, 1)], load_format="auto", dtype="auto", state_cache_gib=1.9)
+    assert "weights, steps and states take" in full.shapes[0].problem
+
+
 def test_what_a_gpu_cannot_compute_is_refused(tmp_path: Path) -> None:
     folder = make_family_model(tmp_path, "qwen3 moe", "bfloat16")
     with pytest.raises(ConfigError, match="not supported on a GPU, which has no experts"):
