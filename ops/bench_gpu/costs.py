@@ -153,6 +153,22 @@ def add_lora(num_rows: int, columns: int, outputs: int, rank: int, adapters: int
     return Cost(read, inner + out, 2 * num_rows * rank * (columns + outputs))
 
 
+def delta_rule(num_tokens: int, num_seqs: int, *, key_heads: int, heads: int, key_dim: int, value_dim: int) -> Cost:
+    """Let the states of sequences learn their tokens: each state is read and written once."""
+    state, outputs = heads * key_dim * value_dim, heads * value_dim
+    inputs = 2 * key_heads * key_dim + outputs + 2 * heads
+    read, written = num_tokens * inputs + num_seqs * state, num_tokens * outputs + num_seqs * state
+    return Cost(_REAL * read, _REAL * written, 7 * num_tokens * state)
+
+
+def scan(num_tokens: int, num_seqs: int, *, groups: int, heads: int, head_dim: int, state_size: int) -> Cost:
+    """Add tokens to the states of sequences: each state is read and written once."""
+    state, outputs = heads * head_dim * state_size, heads * head_dim
+    inputs = outputs + 2 * groups * state_size + heads
+    read, written = num_tokens * inputs + num_seqs * state, num_tokens * outputs + num_seqs * state
+    return Cost(_REAL * read, _REAL * written, 5 * num_tokens * state)
+
+
 def copy_blocks(num_copies: int, block_bytes: int) -> Cost:
     """Copy KV blocks."""
     return Cost(num_copies * block_bytes, num_copies * block_bytes)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources
 
+from bench_gpu import costs
 from bench_gpu.measure import Clock, Work, fraction, rotated
 from bench_gpu.shapes import Pages, Sizes, ints, normal
 from penstock.gpu_node.model.gpu.linear import SCALED
 from penstock.gpu_node.model.torch_common.layers import Norm
-from penstock.kernels.arguments import Addend
-from penstock.kernels.triton import layers, products
+from penstock.kernels.arguments import Addend, StateRows
+from penstock.kernels.triton import layers, products, recurrent
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits
 from penstock.kernels.triton.few_rows import MOST_ROWS, is_for_few, multiply_few
@@ -67,6 +68,8 @@ def cases(sizes: Sizes, device: torch.device, ceilings: dict[str, Any], *, dry: 
         yield from _product_cases(sizes, rows, device, has_float8="fp8_tflop_s" in ceilings)
     yield from _sampler_cases(sizes, device)
     yield from _small_cases(sizes, device)
+    for seqs, tokens in ((1, 2), (2, 1)) if dry else ((1, 1), (64, 1), (256, 1), (1, 2048), (16, 512)):
+        yield from _state_cases(sizes, device, seqs, tokens)
 
 
 def decode_case(sizes: Sizes, device: torch.device, kept: torch.dtype, launch: Launch | None = None) -> Case:
@@ -215,6 +218,33 @@ def _small_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
     yield Case("gate_mul", gate, 3 * tokens * sizes.inter * item)
     yield Case("quantize_vectors", quantized, tokens * sizes.hidden * (item + 1))
+
+
+def _state_cases(sizes: Sizes, device: torch.device, num_seqs: int, num_tokens: int) -> Iterator[Case]:
+    """Yield recurrences of sequences with as many tokens each: prompts, or decoding."""
+    heads, dim, tokens = sizes.heads, sizes.head_dim, num_seqs * num_tokens
+    seqs, none = ints(range(num_seqs), device), ints(np.zeros((0, 2)), device)
+    starts = ints(range(0, tokens + 1, num_tokens), device)
+    rows = StateRows(ints(np.repeat(range(num_seqs), num_tokens), device), starts, seqs, seqs, starts * 0, none)
+
+    def real(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device)
+
+    def learn() -> Work:
+        given = real(tokens, 3 * heads * dim), real(tokens, 2 * heads), -real(heads).exp(), real(heads)
+        states = real(num_seqs, heads, dim, dim)
+        return lambda: recurrent.delta_rule(*given, states, rows, num_key_heads=heads, tiled=False)
+
+    def read() -> Work:
+        mixed, durations, of_heads = real(tokens, (heads + 2) * dim), real(tokens, heads), real(3, heads)
+        states = real(num_seqs, heads, dim, dim)
+        rates = of_heads[0], -of_heads[1].exp(), of_heads[2]
+        return lambda: recurrent.scan(mixed, durations, *rates, states, rows, num_groups=1)
+
+    cost = costs.delta_rule(tokens, num_seqs, key_heads=heads, heads=heads, key_dim=dim, value_dim=dim)
+    yield Case(f"delta_rule {num_seqs} x {num_tokens}", learn, cost.num_bytes, cost.flops)
+    cost = costs.scan(tokens, num_seqs, groups=1, heads=heads, head_dim=dim, state_size=dim)
+    yield Case(f"scan {num_seqs} x {num_tokens}", read, cost.num_bytes, cost.flops)
 
 
 def copy_ms(clock: Clock, *, dry: bool) -> dict[str, float | str]:

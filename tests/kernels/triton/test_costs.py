@@ -15,8 +15,8 @@ from fixtures.sampling import rows_of
 
 from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of
 from penstock.gpu_node.model.torch_common.layers import Norm
-from penstock.kernels.arguments import Addend
-from penstock.kernels.triton import layers
+from penstock.kernels.arguments import Addend, StateRows
+from penstock.kernels.triton import layers, recurrent
 from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.sampler import Marks, pack_rules, sample
 from penstock.kernels.triton.sampling_passes import COLUMNS
@@ -108,6 +108,24 @@ def test_norms_and_activations_read_their_inputs_once() -> None:
     with counted_loads() as counter:
         layers.gate_mul(gate_up, "silu")
     assert counter.bytes_of(gate_up) == costs.activation(3, 100).bytes_read == gate_up.nbytes
+
+
+def test_states_are_read_once_for_all_tokens_of_a_step() -> None:
+    heads, dim = torch.randn(4), 16
+    starts, seqs = torch.tensor([0, 5, 6], dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    owners, saves = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.int32), torch.zeros(0, 2, dtype=torch.int32)
+    rows, states = StateRows(owners, starts, seqs, seqs, starts * 0, saves), torch.randn(2, 4, dim, dim)
+    mixed, gates = torch.randn(6, 2 * 2 * dim + 4 * dim), torch.randn(6, 8)
+    with counted_loads() as counter:
+        recurrent.delta_rule(mixed, gates, -heads.exp(), heads, states, rows, num_key_heads=2, tiled=False)
+    cost = costs.delta_rule(6, 2, key_heads=2, heads=4, key_dim=dim, value_dim=dim)
+    assert counter.bytes_of(states) == states.nbytes == cost.bytes_read - mixed.nbytes - gates.nbytes
+    assert cost.bytes_written == states.nbytes + 6 * 4 * dim * 4
+    mixed, durations = torch.randn(6, 4 * dim + 2 * dim), torch.randn(6, 4)
+    with counted_loads() as counter:
+        recurrent.scan(mixed, durations, heads, -heads.exp(), heads, states, rows, num_groups=1)
+    cost = costs.scan(6, 2, groups=1, heads=4, head_dim=dim, state_size=dim)
+    assert counter.bytes_of(states) == states.nbytes == cost.bytes_read - mixed.nbytes - durations.nbytes
 
 
 def test_a_quantizing_norm_saves_a_write_and_a_read() -> None:
