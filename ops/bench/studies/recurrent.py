@@ -1,7 +1,8 @@
 """`PYTHONPATH=ops python -m bench.studies.recurrent run`: models with recurrent layers beside llama.cpp.
 
-`prepare` makes the files before. The models have the shapes of Qwen3.5-0.8B and LFM2-350M and random weights. Both
-engines read the same GGUF files, and run by turns. Needs `make bench-peers PEERS=llamacpp`, of which `llama-quantize`
+`prepare` makes the files before. `firsts` measures penstock alone: when the first tokens come of prompts that begin
+with the same system prompt. The models have the shapes of Qwen3.5-0.8B and LFM2-350M and random weights. Both engines
+read the same GGUF files, and run by turns. Needs `make bench-peers PEERS=llamacpp`, of which `llama-quantize`
 and `llama-batched-bench` are enough.
 """
 
@@ -16,11 +17,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import machine, peers
 from bench.contestants import NUM_CORES
 from bench.weights import FOLDER
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine import Engine
 
 RESULTS = Path(__file__).parents[1] / "results"
 PROMPTS = (512, 4096)
@@ -28,6 +32,10 @@ NUM_DECODED = 32
 NUM_AT_ONCE, SHORT = 16, 64
 GOALS = {"prompt 512": 1.3, "prompt 4096": 1.3, "one stream": 1.1, "16 at once": 2.0}
 """What ours ÷ llama.cpp's must reach with AVX-512, in tokens per second."""
+SYSTEM, OWN, NUM_FIRSTS = 2000, 24, 4
+"""Tokens that prompts begin with, those behind them, and how many such prompts come one after another."""
+MOST_OF_COLD = 0.1
+"""The most that the third prompt's first token may take of the first one's. The second one leaves the snapshot."""
 _QWEN = {
     "tie_word_embeddings": True,
     "vocab_size": 248_320,
@@ -72,24 +80,39 @@ out, generated tokens ÷ whole time. Other processes took {{foreign:.0%}} of the
 |---|---|---|---|---|---|
 """
 
+FIRSTS = """# First tokens behind a system prompt, {date}
+
+`PYTHONPATH=ops python -m bench.studies.recurrent firsts` on {cpu}, {threads} threads: the time to the first token of
+prompts one after another, each of {own} tokens behind the same {system}, {rounds} rounds, medians. Other processes took
+{foreign:.0%} of the machine.
+
+| model | 1st, cold | 2nd | 3rd | 4th | 3rd ÷ 1st | goal |
+|---|---|---|---|---|---|---|
+"""
+
 
 def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("prepare", "run", "ours"))
+    parser.add_argument("action", choices=("prepare", "run", "ours", "firsts", "first"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[*SHAPES], choices=[*SHAPES])
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--prompts", type=int, nargs="*", default=[*PROMPTS])
-    parser.add_argument("--model", type=Path, help="of `ours`: the file")
-    parser.add_argument("--write", action="store_true", help="write results/recurrent.md")
+    parser.add_argument("--model", type=Path, help="of `ours` and `first`: the file")
+    parser.add_argument("--write", action="store_true", help="write results/recurrent.md, recurrent_firsts.md")
     args = parser.parse_args()
     if args.action == "ours":
         print(json.dumps(_ours(args.model, args.prompts)))
         return
+    if args.action == "first":
+        print(json.dumps(_first_tokens(args.model)))
+        return
     files = {(name, kind): file_of(name, kind) for name in args.only for kind in args.kinds}
     if args.action == "run":
         _run(files, args.prompts, args.rounds, is_written=args.write)
+    if args.action == "firsts":
+        _run_firsts(files, args.rounds, is_written=args.write)
 
 
 def file_of(name: str, kind: str) -> Path:
@@ -143,6 +166,27 @@ def _run(files: dict[tuple[str, str], Path], prompts: list[int], rounds: int, *,
         (RESULTS / "recurrent.md").write_text(text)
 
 
+def _run_firsts(files: dict[tuple[str, str], Path], rounds: int, *, is_written: bool) -> None:
+    foreign, lines = machine.ForeignCpu(), list[str]()
+    for (name, kind), path in files.items():
+        command = [sys.executable, "-m", "bench.studies.recurrent", "first", "--model", str(path)]
+        took = [
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+            for _ in range(rounds)
+        ]
+        medians = [statistics.median(one) for one in zip(*took, strict=True)]
+        share = medians[2] / medians[0]
+        cells = " | ".join(f"{1000 * took_s:,.0f} ms" for took_s in medians)
+        met = "met" if share <= MOST_OF_COLD else "missed"
+        lines.append(f"| {name} {kind} | {cells} | {share:.3f} | ≤ {MOST_OF_COLD} {met} |\n")
+        print(lines[-1], end="", file=sys.stderr, flush=True)
+    sizes = {"threads": NUM_CORES, "own": OWN, "system": f"{SYSTEM:,}", "rounds": rounds}
+    text = FIRSTS.format(**machine.describe(), **sizes, foreign=foreign.share()) + "".join(lines)
+    print(text)
+    if is_written:
+        (RESULTS / "recurrent_firsts.md").write_text(text)
+
+
 def _lines(found: dict[tuple[str, str, str, str], list[float]]) -> Iterator[str]:
     medians = {key: statistics.median(values) for key, values in found.items()}
     for (name, kind, load, engine), ours in medians.items():
@@ -163,30 +207,10 @@ def _ours_apart(path: Path, prompts: list[int]) -> dict[str, float]:
 
 def _ours(path: Path, prompts: list[int]) -> dict[str, float]:
     """Return penstock's tokens per second by load."""
-    from penstock.contract.job import SamplingParams
-    from penstock.gpu_node.engine import Engine, EngineConfig
-    from penstock.gpu_node.engine.records import EngineRequest
-    from penstock.gpu_node.model.native.runner import NativeRunner
-
-    engine = Engine(EngineConfig(model=str(path), kv_cache_dtype="int8", max_num_seqs=NUM_AT_ONCE, max_model_len=8192))
-    runner = engine._runner
-    assert isinstance(runner, NativeRunner)
-    runner.wait_until_packed()
-    engine.bind_thread()
-    rng = random.Random(0)
+    engine, rng = _packed_engine(path), random.Random(0)
 
     def times(count: int, length: int, num_output: int) -> list[list[float]]:
-        """Return when each request's tokens came."""
-        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        came: list[list[float]] = [[] for _ in range(count)]
-        for i in range(count):
-            ids = [rng.randrange(1000, 40_000) for _ in range(length)]
-            engine.add(EngineRequest(str(i), ids, params, seed=0))
-        while engine.has_work():
-            for output in engine.step():
-                came[int(output.request_id)] += [time.monotonic()] * len(output.token_ids)
-            engine.wait()
-        return came
+        return _times(engine, [_random_ids(rng, length) for _ in range(count)], num_output)
 
     times(2, SHORT, 8)
     speeds = {}
@@ -201,6 +225,51 @@ def _ours(path: Path, prompts: list[int]) -> dict[str, float]:
     ended_s = max(one[-1] for one in several)
     speeds[f"{NUM_AT_ONCE} at once"] = NUM_AT_ONCE * NUM_DECODED / (ended_s - began_s)
     return speeds
+
+
+def _first_tokens(path: Path) -> list[float]:
+    """Return how long the first token of each prompt behind the same system prompt takes."""
+    engine, rng, took = _packed_engine(path), random.Random(0), list[float]()
+    _times(engine, [_random_ids(rng, SHORT)], 8)
+    system = _random_ids(rng, SYSTEM)
+    for _ in range(NUM_FIRSTS):
+        prompt, began_s = system + _random_ids(rng, OWN), time.monotonic()
+        [[at_s]] = _times(engine, [prompt], 1)
+        took.append(at_s - began_s)
+    return took
+
+
+def _packed_engine(path: Path) -> Engine:
+    """Return an engine of native kernels whose weights are packed."""
+    from penstock.gpu_node.engine import Engine, EngineConfig
+    from penstock.gpu_node.model.native.runner import NativeRunner
+
+    engine = Engine(EngineConfig(model=str(path), kv_cache_dtype="int8", max_num_seqs=NUM_AT_ONCE, max_model_len=8192))
+    runner = engine._runner
+    assert isinstance(runner, NativeRunner)
+    runner.wait_until_packed()
+    engine.bind_thread()
+    return engine
+
+
+def _random_ids(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1000, 40_000) for _ in range(length)]
+
+
+def _times(engine: Engine, prompts: list[list[int]], num_output: int) -> list[list[float]]:
+    """Return when the tokens of each prompt came, which run together."""
+    from penstock.contract.job import SamplingParams
+    from penstock.gpu_node.engine.records import EngineRequest
+
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    came: list[list[float]] = [[] for _ in prompts]
+    for i, ids in enumerate(prompts):
+        engine.add(EngineRequest(str(i), ids, params, seed=0))
+    while engine.has_work():
+        for output in engine.step():
+            came[int(output.request_id)] += [time.monotonic()] * len(output.token_ids)
+        engine.wait()
+    return came
 
 
 def _theirs(path: Path, prompts: list[int]) -> dict[str, float]:
