@@ -182,7 +182,8 @@ class Campaign:
         while not self.stops.is_set():
             case = random.choice(CASES)
             url = f"{self.gateway.url}{case.path}"
-            words = ["curl", "-sSN", "--fail-with-body", "-H", "Content-Type: application/json", "-d", json.dumps(case.body), url]
+            content = ["-H", "Content-Type: application/json", "-d", json.dumps(case.body)]
+            words = ["curl", "-sSN", "--fail-with-body", *content, url]
             ran = subprocess.run(
                 [*words, *(["-H", f"Accept: {case.accept}"] if case.accept else [])], capture_output=True
             )
