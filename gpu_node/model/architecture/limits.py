@@ -125,6 +125,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "hidden_size_per_layer_input": Limit(0, 1 << 12),
     "vocab_size_per_layer_input": Limit(1, MAX_VOCAB),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), _EXPERTS),
+    "top_k_experts": _EXPERTS,
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _ORIGINAL,
     "sliding_window": _WINDOW,
