@@ -89,7 +89,11 @@ _SETTINGS = {
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.sliding_window": "sliding_window",
     },
-    "gemma3": {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    **dict.fromkeys(
+        ("gemma3", "gemma4"),
+        {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    ),
+    "cohere2": {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"},
     "gpt-oss": {
         "attention.key_length": "head_dim",
         "attention.sliding_window": "sliding_window",

@@ -94,9 +94,11 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
         ("packed int4", {"format": None}, "has no 'format'"),
         (
             "packed int4",
-            {"format": "nvfp4-pack-quantized"},
-            "format 'nvfp4-pack-quantized' .* supported: float-quantized",
+            {"format": "mxfp4-pack-quantized"},
+            "format 'mxfp4-pack-quantized' .* supported: float-quantized",
         ),
+        ("nvfp4 of modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; supported: NVFP4, FP8"),
+        ("nvfp4 of modelopt", {"group_size": 32}, "NVFP4 with group_size 32 is not supported; supported: 16"),
         ("packed int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ("packed int4", {"transform_config": {"config_groups": {}}}, "transform_config"),
     ],
@@ -128,6 +130,13 @@ _OUT = "model.layers.1.self_attn.o_proj."
         ("packed int8", "weight_scale", lambda scales: scales[:-1]),
         ("fp8 in blocks", "weight_scale_inv", lambda scales: scales[:, :-1]),
         ("fp8 by matrix", "weight_scale", None),
+        ("nvfp4", "weight_global_scale", None),
+        ("nvfp4", "weight_global_scale", lambda scale: scale.expand(2)),
+        ("nvfp4", "weight_global_scale", lambda scale: 0 * scale),
+        ("nvfp4", "weight_scale", lambda scales: scales[:, :-1]),
+        ("nvfp4", "weight_scale", lambda scales: scales.float()),
+        ("nvfp4 of modelopt", "weight_scale_2", None),
+        ("nvfp4 of modelopt", "weight", lambda codes: codes[:, :-4]),
     ],
 )
 def test_tensors_that_are_missing_or_do_not_fit_are_named(

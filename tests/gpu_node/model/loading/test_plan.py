@@ -42,7 +42,7 @@ def test_sizes_are_those_of_the_native_runner(tiny_model: Path, quantization: st
     check_native(tiny_model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
-@pytest.mark.parametrize("family", ["qwen3 moe", "gemma2", "gemma4 small", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3 moe", "gemma2", "gemma4 small", "gemma4 moe", "gpt2", "phi3"])
 def test_sizes_of_other_families(tmp_path: Path, family: str) -> None:
     check_native(make_family_model(tmp_path, family, "bfloat16"))
 
