@@ -200,8 +200,8 @@ QUANTIZATION_LIMITS: Mapping[str, Limit] = {
 }
 """Fields of `quantization_config`."""
 QUANTIZATION_KINDS: Mapping[str, ValueKind] = {
-    **dict.fromkeys(("quant_method", "format", "version", "checkpoint_format"), _TEXT),
-    **dict.fromkeys(("config_groups", "sparsity_config", "transform_config"), _OBJECT),
+    **dict.fromkeys(("quant_method", "quant_algo", "format", "version", "checkpoint_format"), _TEXT),
+    **dict.fromkeys(("config_groups", "sparsity_config", "transform_config", "quantization"), _OBJECT),
 }
 GGUF_FIELDS: Mapping[str, str] = {
     "vocab_size": "vocab_size",

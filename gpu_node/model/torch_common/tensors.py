@@ -97,6 +97,7 @@ def read_layer(
         of_queries, of_keys = stored.head_norms
         k_norm = NoNorm(convert.dtype, convert.device) if of_keys is None else norm(StoredNorm(of_keys, None))
         q_and_k = norm(StoredNorm(of_queries, None)), k_norm
+
     def mixture(stored: StoredMixture) -> MixtureWeights:
         norms = map(norm, (stored.norm, stored.output_norm, stored.dense_norm))
         return MixtureWeights(*norms, tuple(experts(stored.experts)))

@@ -54,7 +54,7 @@ def test_sizes_of_gguf_formats(tmp_path: Path, kind: str) -> None:
     check_native(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "awq", "int8 by row", "fp8 by matrix"])
+@pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "awq", "int8 by row", "fp8 by matrix", "nvfp4"])
 def test_sizes_of_quantized_checkpoints(quantized: Quantized, layout: str) -> None:
     check_native(quantized("llama", layout)[0])
 
