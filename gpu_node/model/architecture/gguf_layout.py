@@ -17,7 +17,8 @@ def as_in_gguf(spec: ModelSpec) -> ModelSpec:
 
     The converter adds the offset to the weights of norms, and writes rates of decay in place of their logarithms. It
     splits tensors that hold several matrices. It orders the value heads of a delta rule so that those of one key head
-    lie apart, unless it splits the tensor that has them. Gates and up projections of Gemma 4's experts stay in one tensor.
+    lie apart, unless it splits the tensor that has them. Gates and up projections of Gemma 4's experts stay in one
+    tensor.
     """
     made = {layer: _layer(layer) for layer in spec.kinds}
     layers = tuple(made[layer] for layer in spec.layers)

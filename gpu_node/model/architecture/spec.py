@@ -258,7 +258,8 @@ class LayerSpec:
     @property
     def mlps(self) -> tuple[Mlp, ...]:
         """The MLP and the mixture of experts beside it, as far as the layer has them."""
-        return tuple(mlp for mlp in (self.mlp, self.mixture and self.mixture.mlp) if mlp is not None)
+        beside = None if self.mixture is None else self.mixture.mlp
+        return tuple(mlp for mlp in (self.mlp, beside) if mlp is not None)
 
     @property
     def own_keys(self) -> Attention | None:

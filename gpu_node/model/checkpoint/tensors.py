@@ -309,9 +309,12 @@ class DecoderTensors:
         mixture = self._spec.layers[layer].mixture
         if mixture is None:
             return None
-        names = (mixture.norm, mixture.output_norm, mixture.dense_norm)
-        norms = (self._stored_norm(name.format(layer=layer)) for name in names)
-        return StoredMixture(*norms, tuple(self._experts_of(mixture.mlp, "expert_in", "expert_out", layer)))
+        return StoredMixture(
+            norm=self._stored_norm(mixture.norm.format(layer=layer)),
+            output_norm=self._stored_norm(mixture.output_norm.format(layer=layer)),
+            dense_norm=self._stored_norm(mixture.dense_norm.format(layer=layer)),
+            experts=tuple(self._experts_of(mixture.mlp, "expert_in", "expert_out", layer)),
+        )
 
     def _experts_of(
         self, mlp: Mlp, first: MatrixName, second: MatrixName, layer: int

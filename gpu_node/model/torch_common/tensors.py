@@ -99,8 +99,12 @@ def read_layer(
         q_and_k = norm(StoredNorm(of_queries, None)), k_norm
 
     def mixture(stored: StoredMixture) -> MixtureWeights:
-        norms = map(norm, (stored.norm, stored.output_norm, stored.dense_norm))
-        return MixtureWeights(*norms, tuple(experts(stored.experts)))
+        return MixtureWeights(
+            norm=norm(stored.norm),
+            output_norm=norm(stored.output_norm),
+            dense_norm=norm(stored.dense_norm),
+            experts=tuple(experts(stored.experts)),
+        )
 
     def experts(pairs: Iterable[tuple[StoredLinear, StoredLinear]]) -> list[tuple[Product, Product]]:
         return [(linear(inner, convert), linear(out, convert)) for inner, out in pairs]
