@@ -84,7 +84,10 @@ async def run_real_takeovers(
     rng, takeovers, path = random.Random(seed), Takeovers(count), model or Path(demo_model())
 
     async def run_lane(pool: str) -> None:
-        async with Lane(redis, url, pool, partial(start_node, url, path, runner, pool)) as lane, AsyncClient(url) as client:
+        async with (
+            Lane(redis, url, pool, partial(start_node, url, path, runner, pool)) as lane,
+            AsyncClient(url) as client,
+        ):
             while takeovers.wanted:
                 takeovers.wanted -= 1
                 kind = kinds[takeovers.wanted % len(kinds)]
