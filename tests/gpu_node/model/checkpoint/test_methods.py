@@ -111,6 +111,23 @@ def test_unsupported_quantization_is_refused_by_name(
         _load(tmp_path)
 
 
+def test_modelopt_may_state_its_quantization_in_a_file_of_its_own(quantized: Quantized, tmp_path: Path) -> None:
+    folder, want = quantized("llama", "nvfp4 of modelopt")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    loaded = _load(tmp_path)
+    runner: Any = loaded.runner
+    np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
+    path.write_text(json.dumps({"quantization": said | {"quant_algo": "W4A16_AWQ"}}))
+    with pytest.raises(ConfigError, match="quant_algo 'W4A16_AWQ'"):
+        _load(tmp_path)
+
+
 _OUT = "model.layers.1.self_attn.o_proj."
 
 
