@@ -1,6 +1,6 @@
 """`python -m faults.campaigns`: kill nodes 200 times with the reference engine, 20 times with a model.
 
-`--hybrid-kills 200` kills nodes that run a small random model with recurrent layers.
+`--hybrid-kills 200` kills nodes that run a small random model: with recurrent layers on the native runner by default.
 """
 
 from __future__ import annotations

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes.runners.runner_options import runner_options
 from fixtures.plans import logits_alone
 from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
+from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
@@ -126,6 +129,37 @@ def test_modelopt_may_state_its_quantization_in_a_file_of_its_own(quantized: Qua
     path.write_text(json.dumps({"quantization": said | {"quant_algo": "W4A16_AWQ"}}))
     with pytest.raises(ConfigError, match="quant_algo 'W4A16_AWQ'"):
         _load(tmp_path)
+
+
+def test_experts_beside_an_mlp_may_be_quantized_one_by_one(tmp_path: Path) -> None:
+    """As ModelOpt writes Gemma 4 26B-A4B, whose floats are in tensors of all experts."""
+    plain, target, layout = tmp_path / "plain", tmp_path / "target", LAYOUTS["nvfp4 of modelopt"]
+    shutil.copytree(make_family_model(plain, "gemma4 moe", "bfloat16", moe_intermediate_size=64), target)
+    model, kept = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), {}
+    values = dict(model.named_parameters())
+
+    def quantize(name: str, matrix: torch.Tensor) -> None:
+        packed, meant = layout.pack(matrix.detach(), layout.given)
+        kept.update({f"{name}.{part}": one.contiguous() for part, one in packed.items()})
+        matrix.copy_(meant)
+
+    with torch.inference_mode():
+        for name, stored in load_file(plain / "model.safetensors").items():
+            prefix, is_stack, part = name.partition(".experts.")
+            for expert, matrix in enumerate(values[name] if is_stack else ()):
+                names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+                for own, rows in zip(names, matrix.chunk(len(names)), strict=True):
+                    quantize(f"{prefix}.experts.{expert}.{own}", rows)
+            if not is_stack and name.endswith(("self_attn.q_proj.weight", "mlp.gate_proj.weight")):
+                quantize(name.removesuffix(".weight"), values[name])
+            elif not is_stack:
+                kept[name] = stored
+        want = model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+    save_file(kept, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": layout.settings}))
+    runner: Any = _load(target).runner
+    np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
 
 
 _OUT = "model.layers.1.self_attn.o_proj."
