@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__package__)
 RENEWALS_PER_LEASE = 5
 MAX_TASKS_LOOKED_AT = 10_000
 _MAX_OFFSET_S = 1.0
-"""Up to this difference from Redis's clock, the time at which kombu says that a task was taken stays until it is renewed."""
+"""Up to this difference from Redis's clock, kombu's time of a taken task stays until the task is renewed."""
 _STOP_TIMEOUT_S = 5.0
 
 

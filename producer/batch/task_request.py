@@ -24,7 +24,7 @@ SOFT_SIGNAL = "SIGUSR1"
 
 
 _BY_REDIS, _OFFSET_S = "penstock_eta_by_redis", "penstock_clock_offset_s"
-"""Of a message: its time is Redis's. Of a request: by how much that clock is ahead, as the worker's main process knows."""
+"""Of a message: its time is Redis's. Of a request: by how much that clock is ahead, as its worker knows."""
 
 
 def due_after(task: Task, pause_s: float) -> Mapping[str, Any]:
