@@ -86,6 +86,7 @@ async def take_snapshot(
 
 
 MAX_INTERVAL_S = 2.0
+MIN_PAUSE_S = 0.02
 HEARTBEATS_PER_LEASE = 6
 HEARTBEATS_PER_CHECK = 5
 """Every fifth heartbeat compares the ids of all held jobs with Redis."""
@@ -209,19 +210,25 @@ class Heartbeat:
         self.draining = False
 
     async def run(self) -> None:
-        """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead."""
+        """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead.
+
+        The next one is sent sooner if the lease of a silent node ends before it, whose jobs can then run elsewhere.
+        """
         while True:
+            pause_s = self._interval_s
             try:
                 await self.send()
-                await self._broker.sweep()
+                left_s = await self._broker.sweep()
+                if left_s is not None:
+                    pause_s = min(pause_s, max(MIN_PAUSE_S, left_s))
                 self._held_jobs.round_done("heartbeat")
             except UnavailableError as error:
                 self._held_jobs.redis_failed("heartbeat", error)
             except DamagedDataError as error:
                 self._held_jobs.round_failed("heartbeat", error)
             self._attempted_s = time.monotonic()
-            wake_s = self._attempted_s + self._interval_s
-            await self._pause(self._interval_s)
+            wake_s = self._attempted_s + pause_s
+            await self._pause(pause_s)
             self._late_s = max(0.0, time.monotonic() - wake_s)
 
     def state(self) -> dict[str, float | bool]:
