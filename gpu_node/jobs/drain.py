@@ -48,24 +48,29 @@ TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
 
-PHASE_PROMPT_TOKENS = 4
+PHASE_PROMPT_TOKENS = 64
 """In the first round. A decoded token takes longer the longer its context is, so later prompts are longer."""
-MAX_PHASE_PROMPT_TOKENS, MAX_PROMPTS_MS = 128, 300.0
-"""Of a sequence, and of a phase."""
+SHORT_PROMPT_TOKENS = 4
+"""Of the phase with one sequence."""
+MAX_PHASE_PROMPT_TOKENS, MAX_PROMPT_MS = 512, 300.0
 FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 """`StepParts.measured` describes the use."""
+MAX_FEW_OUTPUTS, MAX_OUTPUTS_MS = 33, 400.0
+"""In later rounds: outputs of many sequences are a difference of two phases, so they must take long enough."""
 
 
-def phases(max_num_seqs: int) -> tuple[tuple[int, int], ...]:
+def phases(max_num_seqs: int, num_outputs: int = FEW_OUTPUTS) -> tuple[tuple[int, int], ...]:
     """Return what a node computes to learn the costs of its steps: phases of (sequences, output tokens of each).
 
-    First comes hardly more than steps of one sequence, then prompts alone, then prompts and
-    steps of many sequences.
+    First comes hardly more than steps of one sequence, then a prompt alone, then a prompt and steps of many sequences
+    that share it.
     """
     many = min(MANY_SEQUENCES, max_num_seqs)
-    return (1, MANY_OUTPUTS), (many, 1), (many, FEW_OUTPUTS)
+    return (1, MANY_OUTPUTS), (many, 1), (many, num_outputs)
 
 
+LEAST_DECODED = 0.5
+"""The least time of a decoded token in a large batch, as a part of that of a prompt's token."""
 _LEAST_COMPUTED = 0.01
 """The least part of the prompts' tokens that counts as computed."""
 
@@ -81,20 +86,32 @@ class StepParts(NamedTuple):
     """A token of a prompt."""
 
     @classmethod
-    def measured(cls, took_ms: Sequence[float], max_num_seqs: int, num_prompt: int = PHASE_PROMPT_TOKENS) -> Self:
-        """Return the costs from the times of `phases`, of which those of many sequences had prompts of this length."""
-        (one_ms, prompts_ms, both_ms), many = took_ms, min(MANY_SEQUENCES, max_num_seqs)
-        step_of_one_ms, step_of_many_ms = one_ms / MANY_OUTPUTS, (both_ms - prompts_ms) / (FEW_OUTPUTS - 1)
+    def measured(
+        cls,
+        took_ms: Sequence[float],
+        max_num_seqs: int,
+        num_prompt: int = PHASE_PROMPT_TOKENS,
+        num_outputs: int = FEW_OUTPUTS,
+    ) -> Self:
+        """Return the costs from the times of `phases`, of which those of many sequences had this prompt."""
+        (one_ms, prompt_ms, both_ms), many = took_ms, min(MANY_SEQUENCES, max_num_seqs)
+        step_of_one_ms, step_of_many_ms = one_ms / MANY_OUTPUTS, (both_ms - prompt_ms) / (num_outputs - 1)
         # Where a token takes no measurable time, it counts as 1 % of a step.
-        least_ms = max(1e-6, step_of_one_ms / 100)
-        decoded_ms = max(least_ms, (step_of_many_ms - step_of_one_ms) / max(1, many - 1))
-        fixed_ms = max(0.0, step_of_one_ms - decoded_ms)
-        return cls(fixed_ms, decoded_ms, max(least_ms, (prompts_ms - fixed_ms) / (many * num_prompt)))
+        token_ms = max(1e-6, step_of_one_ms / 100, (prompt_ms - step_of_one_ms) / num_prompt)
+        # It does at least the matrix products of a prompt's token, if less well. Other work of the machine in one of
+        # the two phases would show any other number.
+        decoded_ms = max(LEAST_DECODED * token_ms, (step_of_many_ms - step_of_one_ms) / max(1, many - 1))
+        return cls(max(0.0, step_of_one_ms - decoded_ms), decoded_ms, token_ms)
 
-    def longer_prompt(self, max_num_seqs: int, most: int) -> int:
-        """Return the length of the prompts of the next round, at most `most`."""
-        by_time = int(MAX_PROMPTS_MS / (self.prompt_ms * min(MANY_SEQUENCES, max_num_seqs)))
+    def longer_prompt(self, most: int) -> int:
+        """Return the length of the prompt of the next rounds, at most `most`."""
+        by_time = int(MAX_PROMPT_MS / self.prompt_ms)
         return max(PHASE_PROMPT_TOKENS, min(by_time, MAX_PHASE_PROMPT_TOKENS, most))
+
+    def more_outputs(self, max_num_seqs: int) -> int:
+        """Return the outputs of many sequences in the next rounds."""
+        step_ms = self.fixed_ms + min(MANY_SEQUENCES, max_num_seqs) * self.decoded_ms
+        return max(FEW_OUTPUTS, min(1 + int(MAX_OUTPUTS_MS / step_ms), MAX_FEW_OUTPUTS))
 
     def with_cache(self, hit_rate: float) -> Self:
         """Return the costs where the prefix cache has this part of the prompts' tokens, which take no time then."""

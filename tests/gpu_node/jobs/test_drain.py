@@ -6,7 +6,19 @@ import random
 
 import pytest
 
-from penstock.gpu_node.jobs.drain import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
+from penstock.gpu_node.jobs.drain import (
+    FEW_OUTPUTS,
+    MAX_FEW_OUTPUTS,
+    MAX_PHASE_PROMPT_TOKENS,
+    PHASE_PROMPT_TOKENS,
+    PRIOR_PART,
+    SHORT_PROMPT_TOKENS,
+    DrainEstimator,
+    JobWork,
+    StepParts,
+    mean_part,
+    phases,
+)
 
 COSTS = StepParts(4.0, 1.0, 1.0)
 
@@ -56,18 +68,39 @@ def test_no_output_is_assumed_beyond_the_limits_of_its_job() -> None:
     assert mean_part([work(1.0, ended=False, most=100)]) == (1.0, 0.0)
 
 
+def phase_ms(costs: StepParts, num_outputs: int, num_prompt: int) -> list[float]:
+    return [
+        costs.fixed_ms * outputs
+        + costs.prompt_ms * (num_prompt if seqs > 1 else SHORT_PROMPT_TOKENS)
+        + costs.decoded_ms * seqs * (outputs - 1)
+        for seqs, outputs in phases(64, num_outputs)
+    ]
+
+
 def test_the_costs_of_steps_follow_from_the_phases() -> None:
     for costs in (COSTS, StepParts(9.0, 0.03, 0.05), StepParts(0.5, 20.0, 12.0)):
-        took_ms = [
-            costs.fixed_ms * outputs + costs.prompt_ms * 4 * seqs + costs.decoded_ms * seqs * (outputs - 1)
-            for seqs, outputs in phases(64)
-        ]
-        found = StepParts.measured(took_ms, 64)
-        assert found.output_weight(32) * found.prompt_ms == pytest.approx(
-            costs.output_weight(32) * costs.prompt_ms, rel=0.25
-        )
+        for num_prompt, num_outputs in (PHASE_PROMPT_TOKENS, FEW_OUTPUTS), (costs.longer_prompt(512), costs.more_outputs(64)):
+            found = StepParts.measured(phase_ms(costs, num_outputs, num_prompt), 64, num_prompt, num_outputs)
+            assert found.output_weight(32) * found.prompt_ms == pytest.approx(
+                costs.output_weight(32) * costs.prompt_ms, rel=0.25
+            )
     assert phases(2) == ((1, 9), (2, 1), (2, 5))
     assert StepParts.measured([9.0, 2.0, 6.0], 1).fixed_ms >= 0, "a node of one sequence"
+
+
+def test_a_phase_that_other_work_delays_does_not_make_output_tokens_free() -> None:
+    took_ms = phase_ms(COSTS, FEW_OUTPUTS, PHASE_PROMPT_TOKENS)
+    took_ms[1] = took_ms[2]
+    assert StepParts.measured(took_ms, 64).decoded_ms >= COSTS.decoded_ms / 2
+
+
+def test_later_phases_take_long_enough_to_be_told_apart() -> None:
+    for costs in (COSTS, StepParts(9.0, 0.03, 0.05), StepParts(50.0, 20.0, 12.0)):
+        num_prompt, num_outputs = costs.longer_prompt(4096), costs.more_outputs(64)
+        one, prompt, both = phase_ms(costs, num_outputs, num_prompt)
+        assert both - prompt > 300 or num_outputs in (FEW_OUTPUTS, MAX_FEW_OUTPUTS)
+        assert prompt > 150 or num_prompt in (PHASE_PROMPT_TOKENS, MAX_PHASE_PROMPT_TOKENS)
+        assert one < 9 * prompt
 
 
 def test_a_cold_node_has_the_pace_of_its_steps_and_a_wide_spread() -> None:
