@@ -41,9 +41,9 @@ MODEL_SPREAD = 0.6
 """The same of a pace that only the model of step times predicts."""
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
-PRIOR_PART = 0.7
-"""The part of what is left of its longest output that a choice has, before any has shown more. Short outputs end soon
-and correct it, but long ones take long to show, so it is more than half."""
+SHORTENED = 0.5
+"""How much of what the longest outputs have so far shortens what is assumed of their rest, which is the queue's assumed
+length at first. Less than all of it: short outputs end soon and correct it, but long ones take long to show."""
 TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
@@ -326,8 +326,8 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits. It is PRIOR_PART of the larger one of two: the rest to the
-    longest output, and what they have so far.
+    the last known part is assumed, within their limits. It is the larger one of two: the longest output without
+    SHORTENED of what they have so far, and what they have so far.
     """
     longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
     for work in jobs:
@@ -343,5 +343,5 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         reach *= 1 - ended.get(part, 0) / at_risk
         at_risk -= longest[part]
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
-    assumed = PRIOR_PART * reach * max(0.0, min(most - before, max(1 - before, before)))
+    assumed = reach * max(0.0, min(most - before, max(1 - SHORTENED * before, before)))
     return mean + assumed, assumed

@@ -11,7 +11,7 @@ from penstock.gpu_node.jobs.drain import (
     MAX_FEW_OUTPUTS,
     MAX_PHASE_PROMPT_TOKENS,
     PHASE_PROMPT_TOKENS,
-    PRIOR_PART,
+    SHORTENED,
     SHORT_PROMPT_TOKENS,
     DrainEstimator,
     JobWork,
@@ -32,8 +32,9 @@ def mean_of(jobs: list[JobWork]) -> float:
 
 
 def test_before_any_output_the_mean_is_assumed() -> None:
-    assert mean_part([]) == (PRIOR_PART, PRIOR_PART)
-    assert mean_part([work(0, ended=False)]) == (PRIOR_PART, PRIOR_PART)
+    assert mean_part([]) == (1, 1)
+    assert mean_part([work(0, ended=False)]) == (1, 1)
+    assert mean_part([work(0.4, ended=False)]) == pytest.approx((0.4 + 1 - 0.4 * SHORTENED, 1 - 0.4 * SHORTENED))
 
 
 def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
@@ -49,22 +50,22 @@ def test_a_running_job_counts_as_the_longer_ones_of_the_others() -> None:
 
 
 def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
-    """The mean of the ended ones would be 0.1 at a fifth of the time, whatever the true mean of 0.5."""
+    """The mean of the ended ones would be 0.1 at a fifth of the time; what is left of the others is assumed to be long."""
     rng = random.Random(3)
     lengths = [rng.random() for _ in range(400)]
-    for now, error in (0.2, 0.3), (0.5, 0.15), (0.8, 0.05):
+    for now, error in (0.2, 0.7), (0.5, 0.3), (0.8, 0.1):
         seen = [work(min(now, length), ended=length <= now, weight=1000) for length in lengths]
         assert mean_of(seen) == pytest.approx(0.5, rel=error)
 
 
 def test_outputs_that_are_longer_than_assumed_have_some_tokens_left() -> None:
     short, long = [work(0.1, ended=True) for _ in range(3)], work(1.6, ended=False)
-    left = PRIOR_PART * 1.6
+    left = 1.6
     assert mean_part([*short, long]) == pytest.approx(((3 * 0.1 + 1.6 + left) / 4, left / 4))
 
 
 def test_no_output_is_assumed_beyond_the_limits_of_its_job() -> None:
-    assert mean_part([work(0.9, ended=False, most=100)]) == pytest.approx((0.9 + 0.1 * PRIOR_PART, 0.1 * PRIOR_PART))
+    assert mean_part([work(0.9, ended=False, most=100)]) == pytest.approx((1.0, 0.1))
     assert mean_part([work(1.0, ended=False, most=100)]) == (1.0, 0.0)
 
 
@@ -106,7 +107,7 @@ def test_later_phases_take_long_enough_to_be_told_apart() -> None:
 def test_a_cold_node_has_the_pace_of_its_steps_and_a_wide_spread() -> None:
     foreground, background = DrainEstimator().paces(COSTS, 32)
     # 1,000 units of work a second. The assumed job has 128 prompt tokens, and output tokens of 1.125 units.
-    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + PRIOR_PART * 256 * 1.125))
+    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + 256 * 1.125))
     assert background.cost_per_s == foreground.cost_per_s
     assert foreground.spread > 0.8
     assert DrainEstimator().paces(None, 32)[0].cost_per_s == 0.0
