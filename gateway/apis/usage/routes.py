@@ -153,7 +153,7 @@ class UsageRoutes:
         if is_csv:
             content = await _encoded_csv(page, models, self._yielder)
         else:
-            holds = page.holdings and page.holdings.with_limits(**self._limits)
+            holds = None if page.holdings is None else page.holdings.with_limits(**self._limits)
             content = await _encoded_json(page, models, holds, self._yielder)
         return Response(content, media_type=_CSV if is_csv else _JSON, headers=headers)
 

@@ -11,8 +11,8 @@ from penstock.gpu_node.jobs.drain import (
     MAX_FEW_OUTPUTS,
     MAX_PHASE_PROMPT_TOKENS,
     PHASE_PROMPT_TOKENS,
-    SHORTENED,
     SHORT_PROMPT_TOKENS,
+    SHORTENED,
     DrainEstimator,
     JobWork,
     StepParts,
@@ -50,7 +50,7 @@ def test_a_running_job_counts_as_the_longer_ones_of_the_others() -> None:
 
 
 def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
-    """The mean of the ended ones would be 0.1 at a fifth of the time; what is left of the others is assumed to be long."""
+    """The mean of the ended ones would be 0.1 at a fifth of the time; what is left of the others counts as long."""
     rng = random.Random(3)
     lengths = [rng.random() for _ in range(400)]
     for now, error in (0.2, 0.7), (0.5, 0.3), (0.8, 0.1):
@@ -80,7 +80,10 @@ def phase_ms(costs: StepParts, num_outputs: int, num_prompt: int) -> list[float]
 
 def test_the_costs_of_steps_follow_from_the_phases() -> None:
     for costs in (COSTS, StepParts(9.0, 0.03, 0.05), StepParts(0.5, 20.0, 12.0)):
-        for num_prompt, num_outputs in (PHASE_PROMPT_TOKENS, FEW_OUTPUTS), (costs.longer_prompt(512), costs.more_outputs(64)):
+        for num_prompt, num_outputs in (
+            (PHASE_PROMPT_TOKENS, FEW_OUTPUTS),
+            (costs.longer_prompt(512), costs.more_outputs(64)),
+        ):
             found = StepParts.measured(phase_ms(costs, num_outputs, num_prompt), 64, num_prompt, num_outputs)
             assert found.output_weight(32) * found.prompt_ms == pytest.approx(
                 costs.output_weight(32) * costs.prompt_ms, rel=0.25

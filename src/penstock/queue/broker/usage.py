@@ -90,13 +90,14 @@ class UsageBroker:
 
     async def _holdings(self, tenant: str, pools: Sequence[str]) -> Holdings:
         redis, files = self._redis, keys.prefix(keys.FILES)
+        of_files = [f"{files}:{name}" for name in ("num_open", "rows_left")]
+        of_pools = [keys.concurrency_keys(pool, tenant) for pool in pools]
         with translated():
-            schedules, batches, rows, *of_pools = await asyncio.gather(
-                unless_wrong_type(0, redis.zcard, schedules_of(tenant)),
-                *(unless_wrong_type(None, redis.hget, f"{files}:{name}", tenant) for name in ("num_open", "rows_left")),
-                *(unless_wrong_type(0, redis.scard, keys.concurrency_keys(pool, tenant)) for pool in pools),
-            )
-        return Holdings(schedules, whole(batches), whole(rows), max(of_pools, default=0))
+            schedules: int = await unless_wrong_type(0, redis.zcard, schedules_of(tenant))
+            found = await asyncio.gather(*(unless_wrong_type(None, redis.hget, name, tenant) for name in of_files))
+            counts: list[int] = await asyncio.gather(*(unless_wrong_type(0, redis.scard, name) for name in of_pools))
+        batches, rows = map(whole, found)
+        return Holdings(schedules, batches, rows, max(counts, default=0))
 
     async def _counts(self, query: UsageQuery, pool: str, number: int) -> dict[Owner, dict[str, int]]:
         """Return the counters of each owner in one pool and period that matches the query."""

@@ -275,7 +275,12 @@ def test_schedules_flows_and_keys_of_a_tenant_count_in_its_usage(
         return {name: (one["used"], one["limit"]) for name, one in found.items()}
 
     acme = callers["acme"]
-    nothing = {"schedules": (0, 1000), "open_batches": (0, 100), "open_rows": (0, 2_000_000), "concurrency_keys": (0, 10_000)}
+    nothing = {
+        "schedules": (0, 1000),
+        "open_batches": (0, 100),
+        "open_rows": (0, 2_000_000),
+        "concurrency_keys": (0, 10_000),
+    }
     assert held(acme) == nothing
     job = {"prompt": "text", "model": MODEL}
     schedules = [acme.post("/v1/schedules", json={"every_s": 3600, "job": job}).json()["id"] for _ in range(2)]
