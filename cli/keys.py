@@ -24,9 +24,9 @@ from penstock.contract.tenant import NO_LIMIT, OPENED, ApiKey, Scope, Terms, key
 from penstock.contract.usage import (
     MAX_DAYS,
     MAX_PAGE_ROWS,
-    Holdings,
     Period,
     PeriodUsage,
+    TenantHoldings,
     UsageQuery,
     csv_of,
     usage_object,
@@ -116,7 +116,7 @@ def usage_line_of(row: PeriodUsage) -> str:
     return f"{row.label} {row.pool} {row.tenant} {row.account or '-'} jobs={row.jobs} {tokens}"
 
 
-def holdings_line_of(found: Holdings) -> str:
+def holdings_line_of(found: TenantHoldings) -> str:
     """Return the line of what a tenant has now."""
     known = found.with_limits()
     texts = (f"{name}={one['used']}" + (f"/{one['limit']}" if one["limit"] else "") for name, one in known.items())

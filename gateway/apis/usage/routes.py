@@ -21,8 +21,8 @@ from penstock.contract.tenant import ACCOUNT_PATTERN, ApiKey
 from penstock.contract.usage import (
     MAX_DAYS,
     MAX_PAGE_ROWS,
-    Holdings,
     Period,
+    TenantHoldings,
     UsagePage,
     UsageQuery,
     csv_of,
@@ -45,6 +45,7 @@ _JSON, _CSV = "application/json", "text/csv"
 _WEIGHT = re.compile(r"q=([01](?:\.[0-9]{1,3})?)")
 _OPTIONAL_TEXT = {"anyOf": [TEXT, {"type": "null"}]}
 _OPTIONAL_NUMBER = {"anyOf": [NUMBER, {"type": "null"}]}
+_HELD = object_of(used=NUMBER, limit=_OPTIONAL_NUMBER)
 _ROW = object_of(
     **dict.fromkeys(("object", "date"), TEXT),
     hour=_OPTIONAL_NUMBER,
@@ -60,7 +61,9 @@ _ANSWER = object_of(
     next=_OPTIONAL_TEXT,
     holds={
         "anyOf": [
-            object_of(**dict.fromkeys(Holdings.__dataclass_fields__, object_of(used=NUMBER, limit=_OPTIONAL_NUMBER))),
+            object_of(
+                **dict.fromkeys(TenantHoldings.__dataclass_fields__, object_of(used=NUMBER, limit=_OPTIONAL_NUMBER))
+            ),
             {"type": "null"},
         ]
     },

@@ -99,7 +99,7 @@ MAX_CONCURRENCY_KEYS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class TenantHoldings:
     """What a tenant has now of the things that have a limit."""
 
     schedules: int = 0
@@ -123,7 +123,7 @@ class UsagePage:
     rows: list[PeriodUsage]
     periods: Periods
     next_after: str | None
-    holdings: Holdings | None = None
+    holdings: TenantHoldings | None = None
     """Of the tenant that the query names."""
 
 

@@ -12,7 +12,15 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, RequestError
-from penstock.contract.usage import MAX_PAGE_ROWS, Holdings, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
+from penstock.contract.usage import (
+    MAX_PAGE_ROWS,
+    Periods,
+    PeriodUsage,
+    TenantHoldings,
+    UsagePage,
+    UsageQuery,
+    periods_of,
+)
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
@@ -88,7 +96,7 @@ class UsageBroker:
                     sums[tenant] += num_bytes
         return dict(sums)
 
-    async def _holdings(self, tenant: str, pools: Sequence[str]) -> Holdings:
+    async def _holdings(self, tenant: str, pools: Sequence[str]) -> TenantHoldings:
         redis, files = self._redis, keys.prefix(keys.FILES)
         of_files = [f"{files}:{name}" for name in ("num_open", "rows_left")]
         of_pools = [keys.concurrency_keys(pool, tenant) for pool in pools]
@@ -97,7 +105,7 @@ class UsageBroker:
             found = await asyncio.gather(*(unless_wrong_type(None, redis.hget, name, tenant) for name in of_files))
             counts: list[int] = await asyncio.gather(*(unless_wrong_type(0, redis.scard, name) for name in of_pools))
         batches, rows = map(whole, found)
-        return Holdings(schedules, batches, rows, max(counts, default=0))
+        return TenantHoldings(schedules, batches, rows, max(counts, default=0))
 
     async def _counts(self, query: UsageQuery, pool: str, number: int) -> dict[Owner, dict[str, int]]:
         """Return the counters of each owner in one pool and period that matches the query."""
@@ -155,9 +163,9 @@ def merged(pages: Sequence[UsagePage], limit: int) -> UsagePage:
     return UsagePage(shown, periods, next_after, holdings)
 
 
-def _merged_holdings(found: Sequence[Holdings]) -> Holdings | None:
+def _merged_holdings(found: Sequence[TenantHoldings]) -> TenantHoldings | None:
     """Return those of all servers. Schedules and batches are in one of them, and keys count in each pool."""
-    return Holdings(*(max(values) for values in zip(*map(astuple, found), strict=True))) if found else None
+    return TenantHoldings(*(max(values) for values in zip(*map(astuple, found), strict=True))) if found else None
 
 
 def _hashes(periods: Periods, pools: list[str], query: UsageQuery, begin: Position | None) -> Iterator[tuple[int, str]]:
