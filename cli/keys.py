@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -331,7 +332,7 @@ def usage(
 ) -> None:
     """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens.
 
-    For one key, the last line says how many schedules, open batches and concurrency keys its tenant has now.
+    For one key, a line on stderr says how many schedules, open batches and concurrency keys its tenant has now.
 
     Examples:
         penstock keys usage acme --by hour --csv
@@ -358,7 +359,8 @@ def usage(
                     write_line("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
                 after, is_first = page.next_after, False
             if page.holdings is not None and array is None and not as_csv:
-                write_line(holdings_line_of(page.holdings))
+                # The lines on stdout are rows.
+                write_line(holdings_line_of(page.holdings), file=sys.stderr)
 
     _run(redis_url, report)
 

@@ -295,7 +295,7 @@ def test_schedules_flows_and_keys_of_a_tenant_count_in_its_usage(
         redis.hset("penstock:{.files}:num_open", "acme", 4)
         redis.hset("penstock:{.files}:rows_left", "acme", 70)
         assert (held(acme)["open_batches"], held(acme)["open_rows"]) == ((4, 100), (70, 2_000_000))
-        said = run_command("keys", "usage", "acme", "--redis-url", redis_url).stdout.splitlines()[-1]
+        said = run_command("keys", "usage", "acme", "--redis-url", redis_url).stderr.splitlines()[-1]
         assert said == "now schedules=2/1000 open_batches=4 open_rows=70 concurrency_keys=3/10000"
         redis.hdel("penstock:{.files}:num_open", "acme")
         redis.hdel("penstock:{.files}:rows_left", "acme")
