@@ -44,6 +44,8 @@ PRIOR_PROMPT_TOKENS = 128
 SHORTENED = 0.5
 """How much of what the longest outputs have so far shortens what is assumed of their rest, which is the queue's assumed
 length at first. Less than all of it: short outputs end soon and correct it, but long ones take long to show."""
+DOUBTED_JOBS = 1
+"""Running jobs that count as if they reached any length at which an output has ended."""
 TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
@@ -336,11 +338,15 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         if work.has_ended:
             ended[part] += work.longest_output
     at_risk = float(sum(longest.values()))
+    # Where the furthest outputs have ended, the others that run might still reach more. Some of them count as if they
+    # did, else the first short answer of a node would be the longest one of all.
+    running = at_risk - sum(ended.values())
+    doubted = min(running, DOUBTED_JOBS * at_risk / max(1, len(jobs)))
     reach, mean, before = 1.0, 0.0, 0.0
     for part in sorted(longest):
         mean += reach * (part - before)
         before = part
-        reach *= 1 - ended.get(part, 0) / at_risk
+        reach *= 1 - ended.get(part, 0) / (at_risk + doubted)
         at_risk -= longest[part]
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
     assumed = reach * max(0.0, min(most - before, max(1 - SHORTENED * before, before)))

@@ -45,8 +45,16 @@ def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
 
 
 def test_a_running_job_counts_as_the_longer_ones_of_the_others() -> None:
-    ended = [work(part, ended=True) for part in (0.1, 0.3, 0.5)]
-    assert mean_of([*ended, work(0.2, ended=False)]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4)
+    ended = [work(part, ended=True) for part in (0.1, 0.3, 0.5)] * 100
+    running = [work(0.2, ended=False)] * 100
+    assert mean_of([*ended, *running]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4, rel=0.02)
+
+
+def test_a_first_short_answer_is_not_the_longest_of_all() -> None:
+    """The job that has come the furthest ends first; what the others have left is as unknown as before."""
+    others = [work(0.02, ended=False) for _ in range(30)]
+    assert mean_of([work(0.05, ended=True), *others]) > 0.5
+    assert mean_of([work(0.04, ended=True), work(0.05, ended=True), *others]) > 0.3
 
 
 def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
@@ -59,9 +67,9 @@ def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
 
 
 def test_outputs_that_are_longer_than_assumed_have_some_tokens_left() -> None:
-    short, long = [work(0.1, ended=True) for _ in range(3)], work(1.6, ended=False)
+    short, long = [work(0.1, ended=True) for _ in range(300)], [work(1.6, ended=False)] * 100
     left = 1.6
-    assert mean_part([*short, long]) == pytest.approx(((3 * 0.1 + 1.6 + left) / 4, left / 4))
+    assert mean_part([*short, *long]) == pytest.approx(((3 * 0.1 + 1.6 + left) / 4, left / 4), rel=0.02)
 
 
 def test_no_output_is_assumed_beyond_the_limits_of_its_job() -> None:
