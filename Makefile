@@ -9,7 +9,8 @@
 #   make check-full  all of it, slow tests included; installs Jupyter, pyright and real models for them
 #   make vocabularies  encodes llama.cpp's texts with its vocabularies; VOCABULARIES=its folder `models`
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
-#                    FAULTS="--lease-ms --real-kills 0 --hybrid-kills 200" kills a small model with recurrent layers
+#                    FAULTS="--lease-ms --real-kills 0 --hybrid-kills 200" kills a small model with recurrent layers,
+#                    with --hybrid-family gemma2 --hybrid-runner transformers one with attention in transformers' module
 #   make kills       gateways with a keeper are killed while unmodified clients read; KILLS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"

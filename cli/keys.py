@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,7 +22,16 @@ from penstock.contract.errors import RequestError
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import NO_LIMIT, OPENED, ApiKey, Scope, Terms, keys_in_use, opened_s
-from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, PeriodUsage, UsageQuery, csv_of, usage_object
+from penstock.contract.usage import (
+    MAX_DAYS,
+    MAX_PAGE_ROWS,
+    Period,
+    PeriodUsage,
+    TenantHoldings,
+    UsageQuery,
+    csv_of,
+    usage_object,
+)
 from penstock.runtime.settings import KeySettings, redis_url_of, redis_urls_of
 
 if TYPE_CHECKING:
@@ -105,6 +115,13 @@ def usage_line_of(row: PeriodUsage) -> str:
     """Return a line of `penstock keys usage`."""
     tokens = f"prompt={row.prompt_tokens} cached={row.cached_tokens} completion={row.completion_tokens}"
     return f"{row.label} {row.pool} {row.tenant} {row.account or '-'} jobs={row.jobs} {tokens}"
+
+
+def holdings_line_of(found: TenantHoldings) -> str:
+    """Return the line of what a tenant has now."""
+    known = found.with_limits()
+    texts = (f"{name}={one['used']}" + (f"/{one['limit']}" if one["limit"] else "") for name, one in known.items())
+    return f"now {' '.join(texts)}"
 
 
 def _line(name: str, value: object) -> str:
@@ -315,6 +332,8 @@ def usage(
 ) -> None:
     """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens.
 
+    For one key, a line on stderr says how many schedules, open batches and concurrency keys its tenant has now.
+
     Examples:
         penstock keys usage acme --by hour --csv
     """
@@ -339,6 +358,9 @@ def usage(
                 else:
                     write_line("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
                 after, is_first = page.next_after, False
+            if page.holdings is not None and array is None and not as_csv:
+                # The lines on stdout are rows.
+                write_line(holdings_line_of(page.holdings), file=sys.stderr)
 
     _run(redis_url, report)
 

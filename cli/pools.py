@@ -167,6 +167,7 @@ def forget(
         penstock pools forget POOL
     """
     asyncio.run(_forget(redis_url_of(redis_url, pool=pool), pool))
+    write_line(f"{pool} is forgotten")
 
 
 @app.command()
@@ -185,6 +186,8 @@ def allow(
         penstock pools allow POOL acme/model fast-model
     """
     asyncio.run(_allow(redis_url_of(redis_url, pool=pool), pool, None if all_names else names or []))
+    beside = "every name" if all_names else ", ".join(names or ()) or "no other name"
+    write_line(f"{pool} is listed, and may serve {beside} beside its own")
 
 
 @app.command()

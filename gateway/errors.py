@@ -32,10 +32,31 @@ from penstock.gateway.other_servers import hint
 ID_HEADER = "X-Request-Id"
 """Response header with the request's id in the access log. OpenAI's client shows it in its errors."""
 READ_TIMEOUT_S = 2.0
-"""Seconds that probes and other requests that only read wait for Redis."""
+"""Seconds that probes and other requests that only read wait for Redis. A pause of this process hardly counts."""
+_TICK_S = 0.25
+"""Part of these seconds that one timer waits for. It counts as no more, however late the timer is."""
 _WILL_FAIL_AGAIN = frozenset(("node_lost", "model_error"))
 """Error codes of jobs that probably caused their own failure. A `node_lost` job was running when `max_losses` nodes
 died, so each retry may kill as many."""
+
+
+class _Countdown:
+    """Lets a timeout expire after READ_TIMEOUT_S of time in which the event loop runs."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(_TICK_S, self._tick, READ_TIMEOUT_S - _TICK_S)
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self._timer.cancel()
+
+    def _tick(self, left_s: float) -> None:
+        if left_s > 0:
+            self._timer = self._loop.call_later(min(_TICK_S, left_s), self._tick, left_s - _TICK_S)
+        else:
+            self._limit.reschedule(self._loop.time())
 
 
 @asynccontextmanager
@@ -43,10 +64,15 @@ async def soon() -> AsyncIterator[None]:
     """Give up a read of the queue in the block after READ_TIMEOUT_S, with UnavailableError.
 
     The client would retry for as long as a submission may take. A caller that only reads may repeat its request.
+    Time in which this process does not get to run hardly counts, because the answer may have arrived meanwhile.
     """
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            yield
+        async with asyncio.timeout(None) as limit:
+            countdown = _Countdown(limit)
+            try:
+                yield
+            finally:
+                countdown.stop()
     except TimeoutError:
         raise UnavailableError("Redis is unreachable", code="redis_away") from None
 

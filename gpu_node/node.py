@@ -22,7 +22,14 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOut
 from penstock.gpu_node.engine.shared_cores import Gate
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.gpus import GpuDriver
-from penstock.gpu_node.jobs.drain import MANY_OUTPUTS, MANY_SEQUENCES, PHASE_PROMPT_TOKENS, StepParts, phases
+from penstock.gpu_node.jobs.drain import (
+    FEW_OUTPUTS,
+    MAX_FEW_OUTPUTS,
+    PHASE_PROMPT_TOKENS,
+    SHORT_PROMPT_TOKENS,
+    StepParts,
+    phases,
+)
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.held_jobs import HeldJobs, JobReports
 from penstock.gpu_node.monitor.profile import NodeProfiler
@@ -61,7 +68,8 @@ LEAVE_PATIENCE_S = 5.0
 MEASURE_POLL_S = 0.02
 MAX_MEASURED_ROUNDS = 4
 """Times that each phase of the measurement runs."""
-MEASURE_S = 1.0
+MEASURED_REQUEST = "measure"
+MEASURE_S = 2.0
 """Seconds after which no further round begins."""
 _RUNNER_PARTS = ("forward", "sample")
 ANNOUNCE_S = 2.0
@@ -147,42 +155,42 @@ class Node:
 
         A job that comes meanwhile ends the measurement.
         """
-        most, ends_s, num_prompt = self._settings.max_num_seqs, time.monotonic() + MEASURE_S, PHASE_PROMPT_TOKENS
-        longest = min(self._engine.max_model_len, self._engine.num_kv_tokens // MANY_SEQUENCES) - MANY_OUTPUTS
+        most, ends_s = self._settings.max_num_seqs, time.monotonic() + MEASURE_S
+        num_prompt, num_outputs = PHASE_PROMPT_TOKENS, FEW_OUTPUTS
+        longest = min(self._engine.max_model_len, self._engine.num_kv_tokens // 2) - MAX_FEW_OUTPUTS
         # The first step is slower than all others.
-        if await self._time_of(1, 1, num_prompt) is None:
+        if await self._time_of(1, 1, num_prompt, 0) is None:
             return
         fastest_ms = [math.inf] * len(phases(most))
         for number in range(MAX_MEASURED_ROUNDS):
-            for at, phase in enumerate(phases(most)):
+            for at, phase in enumerate(phases(most, num_outputs)):
                 if (took_ms := await self._time_of(*phase, num_prompt, number)) is None:
                     return
                 # What else runs on the machine only makes steps slower.
                 fastest_ms[at] = min(fastest_ms[at], took_ms)
-            costs = StepParts.measured(fastest_ms, most, num_prompt)
+            costs = StepParts.measured(fastest_ms, most, num_prompt, num_outputs)
             self._heartbeat.measured_costs = costs
             if time.monotonic() > ends_s:
                 return
-            if number == 0 and (num_prompt := costs.longer_prompt(most, longest)) > PHASE_PROMPT_TOKENS:
+            if number == 0:
+                num_prompt, num_outputs = costs.longer_prompt(longest), costs.more_outputs(most)
                 fastest_ms[1:] = [math.inf] * (len(fastest_ms) - 1)
 
-    async def _time_of(
-        self, num_sequences: int, num_outputs: int, num_prompt: int, round_number: int = 0
-    ) -> float | None:
+    async def _time_of(self, num_sequences: int, num_outputs: int, num_prompt: int, round_number: int) -> float | None:
         """Return the milliseconds of the engine's steps with these sequences; None if it has other work.
 
-        Prompts of a sequence alone stay short. The round's number makes prompts differ, so that none is cached.
+        The sequences share a prompt, which is short for one alone. The number of the round makes prompts differ, so
+        that none is cached.
         """
-        params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
-        length = num_prompt if num_sequences > 1 else PHASE_PROMPT_TOKENS
-        names = [f"measure-{at}" for at in range(num_sequences)]
+        params = SamplingParams(n=num_sequences, temperature=1, max_tokens=num_outputs, ignore_eos=True)
+        length = num_prompt if num_sequences > 1 else SHORT_PROMPT_TOKENS
+        number = num_outputs + 64 * round_number
+        prompt = [1 + (number >> 2 * (at % 8)) % 4 for at in range(length)]
+        request = EngineRequest(MEASURED_REQUEST, prompt, params, seed=0, level=LEAST_URGENT, background=True)
         refused = list[Exception]()
         before = await asyncio.wrap_future(self._worker.stats())
         try:
-            for number, name in enumerate(names, MANY_SEQUENCES * (num_outputs + 16 * round_number)):
-                prompt = [1 + (number >> 2 * (at % 8)) % 4 for at in range(length)]
-                request = EngineRequest(name, prompt, params, seed=0, level=LEAST_URGENT, background=True)
-                self._worker.add(request, refused.append)
+            self._worker.add(request, refused.append)
             while not len(self.held_jobs):
                 after = await asyncio.wrap_future(self._worker.stats())
                 if refused:
@@ -193,8 +201,7 @@ class Node:
         except PenstockError:
             log.info("the steps of this engine cannot be measured")
         finally:
-            for name in names:
-                self._worker.abort(name)
+            self._worker.abort(MEASURED_REQUEST)
         return None
 
     async def shed_load(self) -> None:

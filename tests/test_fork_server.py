@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fakes.processes.child_process import ChildProcess
 from fakes.processes.fork_client import command_of
 from fakes.processes.forked_process import ForkedProcess, ForkServer
 from fakes.processes.python_process import PythonProcess, run_python
+from faults.tools.redis_process import faked_clock, find_libfaketime
 
 from tests.conftest import HAS_GPU  # noqa: F401  the condition below reads it
 
@@ -45,6 +47,19 @@ def test_command_has_its_own_arguments_environment_and_streams(server: ForkServe
     assert process.wait(20) == process.poll() == process.returncode == 7
     assert log.read_text() == "oh\n"
     process.stdout.close()
+
+
+@pytest.mark.skipif(find_libfaketime() is None, reason="libfaketime is not installed (Debian's libfaketime)")
+def test_a_command_with_a_preloaded_library_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import json, time; print(json.dumps({'event': 'ready', 'at_s': time.time()}))")
+    for ahead_s in (0, 7200):
+        with monkeypatch.context() as patched:
+            for name, value in faked_clock(ahead_s).items():
+                patched.setenv(name, value)
+            process = ChildProcess([str(program)], {})
+        assert process.wait_event("ready")["at_s"] == pytest.approx(time.time() + ahead_s, abs=60)
+        process.close()
 
 
 def test_an_exception_ends_a_command_with_a_traceback(server: ForkServer, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from penstock.cli.server_url import address_of
 from penstock.contract.errors import (
     BusyError,
     ConfigError,
@@ -29,9 +30,7 @@ from penstock.contract.errors import (
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
 from penstock.queue.files.batch import FLOW_ENDPOINT, MESSAGES_ENDPOINT, is_of_messages
-from penstock.runtime.local_redis import running_gateway
 from penstock.runtime.proxies import is_loopback, proxy_error, tls_for
-from penstock.runtime.settings import RedisSettings
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from penstock.producer.batch.lines import InputRow
 
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-URL_VARIABLES = ("PENSTOCK_URL", "OPENAI_BASE_URL")
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")
 STDOUT = "-"
 """Stands for a file of results."""
@@ -56,19 +53,6 @@ _REFUSALS = {401: UnauthorizedError, 404: NotFoundError, 409: ConflictError, 413
 _GONE = (502, 503, 504)
 _RANGE_BEHIND_END = 416
 T = TypeVar("T")
-
-
-def address_of(base_url: str | None) -> str:
-    """Return the given URL of a server, without `/v1`; else that of the environment or of this user's `penstock serve`.
-
-    Raises ConfigError.
-    """
-    found = base_url or next((os.environ[name] for name in URL_VARIABLES if os.environ.get(name)), None)
-    found = found or running_gateway(RedisSettings.load().runtime_dir) or DEFAULT_URL
-    url = found.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"base_url must begin with http:// or https://, not {found[:64]!r}", param="base_url")
-    return url
 
 
 class Server:

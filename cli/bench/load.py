@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -35,6 +36,7 @@ from penstock.cli.bench.prompts import (
     words,
 )
 from penstock.cli.bench.target import Target
+from penstock.cli.server_url import OWN_VARIABLE, usual_url
 
 SLO_METRICS = ("ttft", "tpot", "e2el")
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
@@ -48,8 +50,8 @@ class _Options(BaseModel):
 class ServerOptions(_Options):
     """The server that gets the requests, and what all requests have in common."""
 
-    base_url: str = "http://127.0.0.1:8000"
-    """URL of the server, with or without /v1."""
+    base_url: str = Field(default_factory=partial(usual_url, (OWN_VARIABLE,)))
+    """URL of the server, with or without /v1. Default: $PENSTOCK_URL, or this machine's."""
     model: str | None = None
     """Model to request. Default: the first of /v1/models."""
     endpoint: str = "chat"

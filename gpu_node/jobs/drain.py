@@ -41,31 +41,38 @@ MODEL_SPREAD = 0.6
 """The same of a pace that only the model of step times predicts."""
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
-PRIOR_PART = 0.7
-"""The part of what is left of its longest output that a choice has, before any has shown more. Short outputs end soon
-and correct it, but long ones take long to show, so it is more than half."""
+SHORTENED = 0.5
+"""How much of what the longest outputs have so far shortens what is assumed of their rest, which is the queue's assumed
+length at first. Less than all of it: short outputs end soon and correct it, but long ones take long to show."""
+DOUBTED_JOBS = 1
+"""Running jobs that count as if they reached any length at which an output has ended."""
 TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
 
-PHASE_PROMPT_TOKENS = 4
+PHASE_PROMPT_TOKENS = 64
 """In the first round. A decoded token takes longer the longer its context is, so later prompts are longer."""
-MAX_PHASE_PROMPT_TOKENS, MAX_PROMPTS_MS = 128, 300.0
-"""Of a sequence, and of a phase."""
+SHORT_PROMPT_TOKENS = 4
+"""Of the phase with one sequence."""
+MAX_PHASE_PROMPT_TOKENS, MAX_PROMPT_MS = 512, 300.0
 FEW_OUTPUTS, MANY_OUTPUTS, MANY_SEQUENCES = 5, 9, 16
 """`StepParts.measured` describes the use."""
+MAX_FEW_OUTPUTS, MAX_OUTPUTS_MS = 33, 400.0
+"""In later rounds: outputs of many sequences are a difference of two phases, so they must take long enough."""
 
 
-def phases(max_num_seqs: int) -> tuple[tuple[int, int], ...]:
+def phases(max_num_seqs: int, num_outputs: int = FEW_OUTPUTS) -> tuple[tuple[int, int], ...]:
     """Return what a node computes to learn the costs of its steps: phases of (sequences, output tokens of each).
 
-    First comes hardly more than steps of one sequence, then prompts alone, then prompts and
-    steps of many sequences.
+    First comes hardly more than steps of one sequence, then a prompt alone, then a prompt and steps of many sequences
+    that share it.
     """
     many = min(MANY_SEQUENCES, max_num_seqs)
-    return (1, MANY_OUTPUTS), (many, 1), (many, FEW_OUTPUTS)
+    return (1, MANY_OUTPUTS), (many, 1), (many, num_outputs)
 
 
+LEAST_DECODED = 0.5
+"""The least time of a decoded token in a large batch, as a part of that of a prompt's token."""
 _LEAST_COMPUTED = 0.01
 """The least part of the prompts' tokens that counts as computed."""
 
@@ -81,20 +88,32 @@ class StepParts(NamedTuple):
     """A token of a prompt."""
 
     @classmethod
-    def measured(cls, took_ms: Sequence[float], max_num_seqs: int, num_prompt: int = PHASE_PROMPT_TOKENS) -> Self:
-        """Return the costs from the times of `phases`, of which those of many sequences had prompts of this length."""
-        (one_ms, prompts_ms, both_ms), many = took_ms, min(MANY_SEQUENCES, max_num_seqs)
-        step_of_one_ms, step_of_many_ms = one_ms / MANY_OUTPUTS, (both_ms - prompts_ms) / (FEW_OUTPUTS - 1)
+    def measured(
+        cls,
+        took_ms: Sequence[float],
+        max_num_seqs: int,
+        num_prompt: int = PHASE_PROMPT_TOKENS,
+        num_outputs: int = FEW_OUTPUTS,
+    ) -> Self:
+        """Return the costs from the times of `phases`, of which those of many sequences had this prompt."""
+        (one_ms, prompt_ms, both_ms), many = took_ms, min(MANY_SEQUENCES, max_num_seqs)
+        step_of_one_ms, step_of_many_ms = one_ms / MANY_OUTPUTS, (both_ms - prompt_ms) / (num_outputs - 1)
         # Where a token takes no measurable time, it counts as 1 % of a step.
-        least_ms = max(1e-6, step_of_one_ms / 100)
-        decoded_ms = max(least_ms, (step_of_many_ms - step_of_one_ms) / max(1, many - 1))
-        fixed_ms = max(0.0, step_of_one_ms - decoded_ms)
-        return cls(fixed_ms, decoded_ms, max(least_ms, (prompts_ms - fixed_ms) / (many * num_prompt)))
+        token_ms = max(1e-6, step_of_one_ms / 100, (prompt_ms - step_of_one_ms) / num_prompt)
+        # It does at least the matrix products of a prompt's token, if less well. Other work of the machine in one of
+        # the two phases would show any other number.
+        decoded_ms = max(LEAST_DECODED * token_ms, (step_of_many_ms - step_of_one_ms) / max(1, many - 1))
+        return cls(max(0.0, step_of_one_ms - decoded_ms), decoded_ms, token_ms)
 
-    def longer_prompt(self, max_num_seqs: int, most: int) -> int:
-        """Return the length of the prompts of the next round, at most `most`."""
-        by_time = int(MAX_PROMPTS_MS / (self.prompt_ms * min(MANY_SEQUENCES, max_num_seqs)))
+    def longer_prompt(self, most: int) -> int:
+        """Return the length of the prompt of the next rounds, at most `most`."""
+        by_time = int(MAX_PROMPT_MS / self.prompt_ms)
         return max(PHASE_PROMPT_TOKENS, min(by_time, MAX_PHASE_PROMPT_TOKENS, most))
+
+    def more_outputs(self, max_num_seqs: int) -> int:
+        """Return the outputs of many sequences in the next rounds."""
+        step_ms = self.fixed_ms + min(MANY_SEQUENCES, max_num_seqs) * self.decoded_ms
+        return max(FEW_OUTPUTS, min(1 + int(MAX_OUTPUTS_MS / step_ms), MAX_FEW_OUTPUTS))
 
     def with_cache(self, hit_rate: float) -> Self:
         """Return the costs where the prefix cache has this part of the prompts' tokens, which take no time then."""
@@ -309,8 +328,8 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits. It is PRIOR_PART of the larger one of two: the rest to the
-    longest output, and what they have so far.
+    the last known part is assumed, within their limits. It is the larger one of two: the longest output without
+    SHORTENED of what they have so far, and what they have so far.
     """
     longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
     for work in jobs:
@@ -319,12 +338,16 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         if work.has_ended:
             ended[part] += work.longest_output
     at_risk = float(sum(longest.values()))
+    # Where the furthest outputs have ended, the others that run might still reach more. Some of them count as if they
+    # did, else the first short answer of a node would be the longest one of all.
+    running = at_risk - sum(ended.values())
+    doubted = min(running, DOUBTED_JOBS * at_risk / max(1, len(jobs)))
     reach, mean, before = 1.0, 0.0, 0.0
     for part in sorted(longest):
         mean += reach * (part - before)
         before = part
-        reach *= 1 - ended.get(part, 0) / at_risk
+        reach *= 1 - ended.get(part, 0) / (at_risk + doubted)
         at_risk -= longest[part]
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
-    assumed = PRIOR_PART * reach * max(0.0, min(most - before, max(1 - before, before)))
+    assumed = reach * max(0.0, min(most - before, max(1 - SHORTENED * before, before)))
     return mean + assumed, assumed

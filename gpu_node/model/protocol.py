@@ -42,7 +42,7 @@ FAILED_TOKEN = -1
 
 NO_LOGPROBS = -1
 
-MatrixName: TypeAlias = Literal["qkv", "out", "mixer_out", "mlp_in", "mlp_out"]
+MatrixName: TypeAlias = Literal["qkv", "out", "mixer_out", "mlp_in", "mlp_out", "expert_in", "expert_out"]
 """The matrices of a layer; runners compute one matrix product for each."""
 
 _MASK_BITS = 32

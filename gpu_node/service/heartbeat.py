@@ -86,6 +86,11 @@ async def take_snapshot(
 
 
 MAX_INTERVAL_S = 2.0
+MIN_PAUSE_S = 0.02
+CUT_OFF_INTERVAL_S = 0.5
+"""Interval while Redis does not answer, or the last record said that something to do with Redis is unhealthy. So a node
+is shown as healthy soon after Redis is back."""
+_PARTS_OF_REDIS = frozenset(("redis", "doorbell", "outbox"))
 HEARTBEATS_PER_LEASE = 6
 HEARTBEATS_PER_CHECK = 5
 """Every fifth heartbeat compares the ids of all held jobs with Redis."""
@@ -203,25 +208,35 @@ class Heartbeat:
         self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
         self._attempted_s = time.monotonic()
+        self._is_cut_off = False
         self._health = Health()
         self.measured_costs: StepParts | None = None
         """What steps take, as measured before the first job."""
         self.draining = False
 
     async def run(self) -> None:
-        """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead."""
+        """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead.
+
+        The next one is sent sooner if the lease of a silent node ends before it, whose jobs can then run elsewhere.
+        """
         while True:
+            pause_s = self._interval_s
             try:
+                self._is_cut_off = True
                 await self.send()
-                await self._broker.sweep()
+                left_s = await self._broker.sweep()
+                if left_s is not None:
+                    pause_s = min(pause_s, max(MIN_PAUSE_S, left_s))
                 self._held_jobs.round_done("heartbeat")
             except UnavailableError as error:
                 self._held_jobs.redis_failed("heartbeat", error)
             except DamagedDataError as error:
                 self._held_jobs.round_failed("heartbeat", error)
             self._attempted_s = time.monotonic()
-            wake_s = self._attempted_s + self._interval_s
-            await self._pause(self._interval_s)
+            if self._is_cut_off:
+                pause_s = min(pause_s, CUT_OFF_INTERVAL_S)
+            wake_s = self._attempted_s + pause_s
+            await self._pause(pause_s)
             self._late_s = max(0.0, time.monotonic() - wake_s)
 
     def state(self) -> dict[str, float | bool]:
@@ -244,6 +259,7 @@ class Heartbeat:
         answer = await self._broker.heartbeat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
         self._num_heartbeats += 1
         self._acknowledged_s = time.monotonic()
+        self._is_cut_off = not _PARTS_OF_REDIS.isdisjoint(pressure.troubles)
         self._outbox.handle_heartbeat_answer(answer)
 
     def _pressure(self, snapshot: NodeSnapshot, now_s: float) -> NodePressure:

@@ -59,6 +59,10 @@ class Bell:
         self._rung.clear()
 
 
+LONGEST_DEAF_S = 0.5
+"""The longest pause between two attempts to subscribe: a node without its doorbell is shown as unhealthy."""
+
+
 async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[str], None]) -> None:
     """Listen to the doorbell channel until canceled. An empty message means a new job; `on_message` gets all others."""
 
@@ -86,7 +90,7 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[s
                 line.close()
         except (RedisError, OSError) as error:
             log.warning("the doorbell is cut off", extra={"reason": str(error)})
-        await asyncio.sleep(next(patience))
+        await asyncio.sleep(min(next(patience), LONGEST_DEAF_S))
 
 
 MAX_BACKGROUND_TAKEN = 32

@@ -41,9 +41,11 @@ class Slot(IntEnum):
     TOKEN_GATE = 4
     TOKEN_OUT = 5
     MIXER_OUT = 6
-    EMBEDDING = 7
-    HEAD = 8
-    TOKEN_INPUTS = 9
+    EXPERT_IN = 7
+    EXPERT_OUT = 8
+    EMBEDDING = 9
+    HEAD = 10
+    TOKEN_INPUTS = 11
 
 
 class Vector(IntEnum):
@@ -87,6 +89,12 @@ class Vector(IntEnum):
     ATTENTION_SUM_NORM_BIAS = 34
     MLP_SUM_NORM = 35
     MLP_SUM_NORM_BIAS = 36
+    EXPERT_NORM = 38
+    EXPERT_OUTPUT_NORM = 39
+    DENSE_OUTPUT_NORM = 40
+    ROUTER_NORM = 41
+    EXPERT_FACTORS = 42
+    QUERY_FACTORS = 43
 
 
 class Activation(IntEnum):

@@ -92,7 +92,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
         *((name, c.c_int32) for name in ("rank", "num_ranks", "num_state_slots", "token_size")),
         *((name, c.c_float) for name in ("token_scale", "token_projection_scale")),
-        *((name, c.c_int32) for name in ("is_encoder", "has_final_norm", "has_embedding_norm")),
+        *((name, c.c_int32) for name in ("is_encoder", "has_final_norm", "has_embedding_norm", "num_query_growths")),
     ]
 
 
@@ -117,6 +117,7 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("has_attention_sum_norm", "has_mlp_sum_norm", "has_head_gates")),
         *((name, c.c_float) for name in ("attention_factor", "mixer_factor", "state_gate_factor")),
         *((name, c.c_float) for name in ("duration_factor", "gate_factor", "mlp_factor")),
+        *((name, c.c_int32) for name in ("query_growth", "expert_intermediate", "has_router_norm")),
     ]
 
 

@@ -116,12 +116,13 @@ def add_to(
     metrics = WorkerMetrics()
     tasks = PenstockTasks(app, queue, redis_url, metrics)
     setattr(app, _INSTALLED, tasks)
-    app.steps["consumer"].add(leases_step(settings.task_lease_s, leased))
+    client = WorkerClient(lambda: redis_url_of(redis_url))
+    app.steps["consumer"].add(leases_step(settings.task_lease_s, leased, client.clock))
     if settings.metrics_port is not None:
         app.steps["worker"].add(metrics_step(metrics, settings.metrics_port, settings.metrics_host, queue))
     for name in TASKS:
         signals.before_task_publish.connect(carry_trace, sender=name)
-    add_tasks(app, WorkerClient(lambda: redis_url_of(redis_url)), metrics, queue=queue)
+    add_tasks(app, client, metrics, queue=queue)
     return tasks
 
 

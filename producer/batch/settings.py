@@ -18,7 +18,7 @@ class CelerySettings(Settings):
     task_lease_s: float = Field(default=10.0, ge=1.0)
     """Seconds without a renewal after which another worker gets a worker's tasks. All workers need the same value."""
     visibility_timeout_s: int = Field(default=300, ge=1)
-    """Seconds after which Celery queues an unrenewed task again, by the clocks of the workers' machines."""
+    """Seconds after which Celery queues an unrenewed task again, by the clock of its Redis."""
     soft_shutdown_s: float = Field(default=5.0, ge=0)
     """Seconds that running tasks get to finish when a worker is stopped at once. The others return to the queue."""
     stored_batches: bool = True

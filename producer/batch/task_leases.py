@@ -5,7 +5,7 @@ timeout it gives the task to another worker, so the timeout must exceed the time
 
 Here a worker writes the time again and again while it lives. If another worker sees the same time for a whole lease,
 measured by its own clock, the task's worker is dead. So clocks of two machines are never compared, and a long task
-keeps its lease.
+keeps its lease. For the visibility timeout Celery does compare them, so both times are made those of Redis.
 
 In a user's own app, workers without penstock's tasks do not renew anything. So there the leases cover penstock's tasks
 only, and all other tasks keep Celery's visibility timeout.
@@ -27,10 +27,14 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from penstock.queue.broker.redis_clock import RedisClock
+
 _LOG = logging.getLogger(__package__)
 
 RENEWALS_PER_LEASE = 5
 MAX_TASKS_LOOKED_AT = 10_000
+_MAX_OFFSET_S = 1.0
+"""Up to this difference from Redis's clock, kombu's time of a taken task stays until the task is renewed."""
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -85,8 +89,11 @@ def _name_of(stored: bytes | None) -> str:
     return str(message.get("headers", {}).get("task", ""))
 
 
-def leases_step(lease_s: float, names: Collection[str] | None) -> type[bootsteps.StartStopStep]:
-    """Return a Celery boot step that holds leases on the tasks with these names; None: on all tasks."""
+def leases_step(lease_s: float, names: Collection[str] | None, clock: RedisClock) -> type[bootsteps.StartStopStep]:
+    """Return a Celery boot step that holds leases on the tasks with these names; None: on all tasks.
+
+    `clock` learns the time of Celery's Redis.
+    """
 
     class TaskLeases(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships no types
         """A thread that renews this worker's leases and checks those of other workers, with any kind of pool."""
@@ -102,11 +109,13 @@ def leases_step(lease_s: float, names: Collection[str] | None) -> type[bootsteps
             """Start the thread. Celery calls this for each new connection of the worker."""
             if consumer.connection.transport.driver_type != "redis":
                 return  # Other brokers notice themselves that a worker is dead.
-            survive_lost_broker(consumer.task_consumer.channel)
+            channel = consumer.task_consumer.channel
+            survive_lost_broker(channel)
+            times = RedisTimes(channel, clock)
             self._stopped = threading.Event()
             self._thread = threading.Thread(
                 target=keep_leases,
-                args=(consumer, self._stopped, lease_s, names),
+                args=(consumer, self._stopped, lease_s, names, times),
                 name="penstock-task-leases",
                 daemon=True,
             )
@@ -119,6 +128,40 @@ def leases_step(lease_s: float, names: Collection[str] | None) -> type[bootsteps
                 self._thread.join(_STOP_TIMEOUT_S)
 
     return TaskLeases
+
+
+class RedisTimes:
+    """Celery's times of taken tasks by the clock of its Redis, instead of that of each worker's machine.
+
+    Without it, a worker whose clock is ahead would give away the tasks of all others again and again.
+    """
+
+    def __init__(self, channel: Any, clock: RedisClock) -> None:
+        """`channel`: that of the worker's consumer. `clock` learns the time of its Redis."""
+        self._channel, self._clock = channel, clock
+        # If Redis does not answer now, the thread that renews leases asks again.
+        with suppress(OperationalError, RedisError, OSError), channel.conn_or_acquire() as client:
+            self.look(client)
+        self._append = channel.qos.append
+        channel.qos.append = self._append_timed
+
+    def look(self, client: Any) -> None:
+        """Ask Redis for its time. Raises redis-py's errors."""
+        sent_s = time.time()
+        seconds, us = client.time()
+        self._clock.note(seconds * 1_000_000 + us, sent_s, time.time())
+        # kombu subtracts it from this machine's time.
+        self._channel.qos.visibility_timeout = self._channel.visibility_timeout - self._clock.offset_s
+
+    def now_s(self) -> float:
+        """Return Redis's time as Unix time in seconds."""
+        return self._clock.now_s()
+
+    def _append_timed(self, message: Any, delivery_tag: str) -> None:
+        self._append(message, delivery_tag)
+        if abs(self._clock.offset_s) > _MAX_OFFSET_S:
+            with self._channel.conn_or_acquire() as client:
+                client.zadd(self._channel.unacked_index_key, {delivery_tag: self.now_s()}, xx=True)
 
 
 def survive_lost_broker(channel: Any) -> None:
@@ -139,7 +182,9 @@ def survive_lost_broker(channel: Any) -> None:
     channel._connparams = known_address
 
 
-def keep_leases(consumer: Any, stopped: threading.Event, lease_s: float, names: Collection[str] | None) -> None:
+def keep_leases(
+    consumer: Any, stopped: threading.Event, lease_s: float, names: Collection[str] | None, times: RedisTimes
+) -> None:
     """Renew and check leases until `stopped` is set, also after errors."""
     observer, known = LeaseObserver(lease_s, max_gap_s=lease_s / 2, now_s=time.monotonic()), _TaskNames()
     with consumer.app.connection_for_read() as connection:
@@ -147,7 +192,8 @@ def keep_leases(consumer: Any, stopped: threading.Event, lease_s: float, names: 
             try:
                 channel = connection.default_channel
                 with channel.conn_or_acquire() as client:
-                    _renew(channel, client, consumer.task_consumer.channel.qos, names)
+                    times.look(client)
+                    _renew(channel, client, consumer.task_consumer.channel.qos, names, times.now_s())
                     rows = client.zrange(channel.unacked_index_key, 0, MAX_TASKS_LOOKED_AT - 1, withscores=True)
                     renewals = {tag.decode() if isinstance(tag, bytes) else tag: at_s for tag, at_s in rows}
                     if names is not None:
@@ -171,10 +217,9 @@ def _forget(connection: Any) -> None:
         connection.collect()
 
 
-def _renew(channel: Any, client: Any, qos: Any, names: Collection[str] | None) -> None:
+def _renew(channel: Any, client: Any, qos: Any, names: Collection[str] | None, now_s: float) -> None:
     # Copied, because other threads change it. kombu has no public API for the tasks that a worker holds.
     held = qos._delivered.copy()
-    now_s = time.time()
     ours = {tag: now_s for tag, message in held.items() if names is None or message.headers.get("task") in names}
     if ours:
         # Update only existing members: a task may end at this moment.

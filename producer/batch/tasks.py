@@ -27,6 +27,7 @@ from penstock.producer.batch.endpoints import CHAT_URL, COMPLETIONS_URL
 from penstock.producer.batch.records import Batch, BatchProgress, RowTerms
 from penstock.producer.batch.request import request_of
 from penstock.producer.batch.runner import answer_rows, opened
+from penstock.producer.batch.task_request import due_after
 from penstock.producer.batch.user_app import SERIALIZER, check_formats, declared_queue
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.batch.worker_process import TaskTerminatedError, TaskTraces, WorkerClient
@@ -285,7 +286,7 @@ def _retry_later(task: Task, error: BusyError | UnavailableError, pause_s: float
     # Celery recreates the error from its message alone, which does not suffice for a BusyError.
     shown = UnavailableError(error.message, code=error.code)
     try:
-        raise task.retry(exc=shown, countdown=pause_s) from error
+        raise task.retry(exc=shown, **due_after(task, pause_s)) from error
     except Reject as refused:
         # Celery would end the task as failed and remove it from the queue.
         _LOG.warning("task.retries_in_place", extra={"task_id": task.request.id, "reason": str(refused.reason)})

@@ -19,6 +19,7 @@ from celery.concurrency.thread import TaskPool as ThreadPool
 
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.loop_thread import LoopThread
+from penstock.queue.broker.redis_clock import RedisClock
 from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.tracing.context import TRACER_KEY, context_of
@@ -56,6 +57,8 @@ class WorkerClient:
         self._lock = threading.Lock()
         self._running: _ClientThread | None = None
         self._pid = 0
+        self.clock = RedisClock()
+        """That of Celery's Redis, in a worker's main process."""
         signals.worker_ready.connect(self._note_pool)
 
     def _note_pool(self, sender: Consumer, **_: Any) -> None:

@@ -55,6 +55,8 @@ class SetExport:
         """Write the jobs that have ended and those that end, until the set is over."""
         num_bytes, num_new, was_over = self._known_bytes(), 0, await is_over()
         with self._opened(num_bytes) as file:
+            # A file with lines and no cursor would look like another program's.
+            self._note(file, self._cursor)
             async for page in feed.pages(self._cursor, self._tag):
                 job_ids = [job_id async for job_id in self._new_jobs(feed, page)]
                 for at in range(0, len(job_ids), CALLS_AT_ONCE):

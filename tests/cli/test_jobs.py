@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.command import run_command
@@ -233,3 +236,57 @@ def test_a_set_is_counted_found_and_exported(pool: str, tmp_path: Path) -> None:
     assert jobs(pool, "export", str(path), "--tag", "set").stdout == f"2 jobs in {path}, 2 of them new\n"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["custom_id"] for line in lines] == ["c0", "c1"]
+
+
+WAVE = 40
+"""Jobs that end between two kills of their export."""
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_an_export_that_is_killed_three_times_has_each_job_once(pool: str, tmp_path: Path, name: str) -> None:
+    path, tag = tmp_path / name, f"killed:{name}"
+    lines = path if path.suffix == ".jsonl" else tmp_path / f"{name}.jsonl"
+    words = ("jobs", "export", str(path), "--tag", tag, "--redis-url", pool)
+    if path != lines:
+        pytest.importorskip("pyarrow")
+    with Client(pool) as client:
+        held = client.submit("hello", tags=[tag], not_before_s=3600)  # The set is open until it is canceled.
+        ids = [held.id]
+        for wave in range(3):
+            prompts = [{"prompt": "hello", "max_tokens": 3 + at % 7, "tags": [tag]} for at in range(WAVE)]
+            ids += [job.id for job in client.submit_many(prompts)]
+            with PythonProcess("-m", "penstock", *words) as process:
+                _wait_for_lines(lines, wave * WAVE + 1 + wave * WAVE // 3, process)
+                process.kill()
+        noted = json.loads(lines.with_name(f"{lines.name}.cursor").read_text(encoding="utf-8"))
+        assert path == lines or not path.exists()
+        with lines.open("a", encoding="utf-8") as file:
+            file.write('{"id": "a line that a kill cut')
+        held.cancel()
+        told = run_command(*words)
+        assert told.stdout == f"{len(ids)} jobs in {path}, {len(ids) - noted['jobs']} of them new\n", told.stderr
+        texts = {one: client.result(one, check=False).choices[0].text for one in ids[1:]}
+    rows = _rows_of(path)
+    assert sorted(one["id"] for one in rows) == sorted(ids)
+    assert {one["id"]: one["text"] for one in rows if one["id"] != held.id} == texts
+    before = path.read_bytes()
+    assert run_command(*words).stdout == f"{len(ids)} jobs in {path}, 0 of them new\n"
+    assert path.read_bytes() == before
+
+
+def _wait_for_lines(path: Path, least: int, process: PythonProcess) -> None:
+    until_s = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < least:
+        assert time.monotonic() < until_s
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def _rows_of(path: Path) -> list[Any]:
+    if path.suffix != ".jsonl":
+        return list(importlib.import_module("pyarrow.parquet").read_table(path).to_pylist())
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        choices = row["result"]["choices"] if row["result"] else []
+        row["text"] = choices[0]["text"] if choices else None
+    return rows

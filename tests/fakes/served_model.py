@@ -37,11 +37,17 @@ You call functions. These are there, one in a line:
 
 @contextmanager
 def served(
-    model: Path, log: IO[str] | None = None, *, redis_url: str | None = None, **settings: object
+    model: Path,
+    log: IO[str] | None = None,
+    *,
+    redis_url: str | None = None,
+    runtime_dir: Path | None = None,
+    **settings: object,
 ) -> Iterator[str]:
     """Serve and yield the gateway's URL. The node's settings are given by field name. The log goes to stderr or a file.
 
-    Each call has its own Redis, unless one is given. The node computes on one thread by default.
+    Each call has its own Redis, unless one is given, and its own PENSTOCK_RUNTIME_DIR. The node computes on one thread
+    by default.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
     words = (
@@ -57,8 +63,8 @@ def served(
         f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in ({"num_threads": 1} | settings).items()
     }
     with (
-        tempfile.TemporaryDirectory(prefix="serve") as runtime_dir,
-        _python(*words, env=env | {"PENSTOCK_RUNTIME_DIR": runtime_dir}, log=log) as process,
+        tempfile.TemporaryDirectory(prefix="serve") as own_dir,
+        _python(*words, env=env | {"PENSTOCK_RUNTIME_DIR": str(runtime_dir or own_dir)}, log=log) as process,
     ):
         assert process.stdout is not None
         try:

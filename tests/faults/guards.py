@@ -111,6 +111,7 @@ MUTANTS = (
         "sweep.py",
     ),
     Mutant("silence of a predecessor", "declare_dead", "if silent >= silence then", "if true then", "declare_dead.py"),
+    Mutant("a lease that has just ended", "sweep", "if left ~= 0 then return", "if true then return", "sweep.py"),
     Mutant("the dead stay dead", "sweep", "'(0', '+inf'", "'-inf', '+inf'", "declare_dead.py"),
     Mutant(
         "a seat's holder",

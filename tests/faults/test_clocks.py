@@ -46,7 +46,7 @@ async def test_streams_and_deadlines_go_on_when_redis_starts_with_another_clock(
                 assert await client.cancel(later.id) == "cancelled"
                 seconds, _ = await redis.time()
                 assert seconds == pytest.approx(time.time() + clock_s, abs=2)
-                events = await redis.zrange(f"{keys.prefix(POOL)}:events", 0, -1)
+                events = await redis.zrange(keys.events(POOL, "node_"), 0, -1)
                 assert [event for event in events if b"node_lost" in event] == []
                 ahead_s = int(await cast(Any, redis.hget(keys.config(POOL), "ahead_ms")) or 0) / 1000
         # A jump forward by less than half a lease may be no gap: then the pool's clock takes part in it.

@@ -62,6 +62,12 @@ def test_a_process_whose_clock_is_wrong_makes_ids_that_the_pool_takes(skewed, pa
     assert made_s == pytest.approx(time.time() + clock_s, abs=60)
 
 
+def test_the_date_of_an_answer_is_that_of_the_gateways_machine(skewed) -> None:
+    http, _ = skewed
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "ab"}).json()
+    assert answer["created"] == pytest.approx(time.time(), abs=60)
+
+
 def test_the_dashboard_has_redis_time(skewed) -> None:
     http, clock_s = skewed
     assert http.get("/dashboard").json()["at_ms"] / 1000 == pytest.approx(time.time() + clock_s, abs=60)

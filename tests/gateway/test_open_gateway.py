@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -153,6 +154,26 @@ def test_lost_keys_are_opened_and_an_opening_of_an_old_backup_is_not(
     note.touch()
     os.utime(note, (time.time() + 60, time.time() + 60))
     assert ask(stack.start_gateway(keys_seen_file=note)).status_code == 401, "keys were seen after the opening"
+
+
+def test_an_opening_by_a_clock_that_is_behind_counts_as_old_until_it_is_repeated(
+    stack: Any, shared_engine: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "keys-seen"
+    note.touch()
+    url = stack.start_gateway(keys_seen_file=note)
+    with monkeypatch.context() as patched:
+        patched.setattr("penstock.queue.tenants.key_store.time", SimpleNamespace(time=lambda: time.time() - 600))
+        asyncio.run(_open(redis_url))
+    time.sleep(0.5)
+    assert ask(url).status_code == 401
+    asyncio.run(_open(redis_url))
+    assert eventually(lambda: ask(url).status_code) == 200
+
+
+async def _open(redis_url: str) -> None:
+    async with connect(redis_url) as redis:
+        await KeyStore(redis).open()
 
 
 def test_a_key_of_an_earlier_start_does_not_keep_the_gateway_closed(

@@ -21,6 +21,7 @@ import pytest
 import redis as sync_redis
 from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
+from faults.tools.redis_process import RedisProcess
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tenant import UNLIMITED
@@ -328,6 +329,31 @@ def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
             for path, answer in zip(paths, pool.map(partial(http.get, timeout=60), paths), strict=True):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away"), path
                 assert answer.elapsed.total_seconds() < READ_TIMEOUT_S + 10, path  # other calls wait for 30 s
+
+
+def test_a_read_is_not_refused_because_the_gateway_itself_did_not_run(tmp_path: Path) -> None:
+    """The answer of Redis came meanwhile. A machine with too much work looks the same, in shorter pauses."""
+    server = RedisProcess(tmp_path).start()
+    job_id = "echo.00000000-0000-7000-8000-000000000000"
+    paths = ("/v1/jobs", f"/v1/jobs/{job_id}", "/v1/usage", "/v1/schedules", "/v1/batches", "/v1/batches/batch_0")
+    try:
+        with (
+            gateway_process(server.url) as (gateway, url),
+            httpx.Client(base_url=url, timeout=60) as http,
+            ThreadPoolExecutor(len(paths)) as pool,
+        ):
+            wanted = {path: http.get(path).status_code for path in paths}
+            assert set(wanted.values()) == {200, 404}
+            server.pause()
+            asked = {path: pool.submit(http.get, path) for path in paths}
+            time.sleep(READ_TIMEOUT_S / 4)  # The requests reach Redis. Were they later, no limit would be at stake.
+            gateway.send_signal(signal.SIGSTOP)
+            server.resume()
+            time.sleep(READ_TIMEOUT_S + 1)
+            gateway.send_signal(signal.SIGCONT)
+            assert {path: answer.result().status_code for path, answer in asked.items()} == wanted
+    finally:
+        server.kill()
 
 
 def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -55,7 +56,9 @@ def test_two_builds_have_the_same_bytes_and_compute_the_same_bits(tmp_path: Path
         # A commit between the two would change the time that they take from git.
         env = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
         command = [*builder, "--out", str(folder)]
-        subprocess.run(command, cwd=tmp_path, env=env, umask=umask, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=env, umask=umask, check=True, capture_output=True, text=True)
+        steps = re.findall(r"^\d\d:\d\d:\d\d (.+)$", done.stderr, re.MULTILINE)
+        assert len(steps) == 2 and isa in steps[0], "a long build says what it does"
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
     assert first.keys() == {
         f"penstock_llm-{__version__}-py3-none-any.whl",

@@ -18,8 +18,8 @@ from fakes.processes.python_process import PythonProcess
 
 from penstock import Client
 from penstock.cli import processes
-from penstock.cli.batch.server import DEFAULT_URL, URL_VARIABLES, address_of
 from penstock.cli.serve import keep_redis, watch_joined_redis
+from penstock.cli.server_url import DEFAULT_URL, URL_VARIABLES, address_of
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import (

@@ -18,12 +18,22 @@ from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.fields import NAME_PATTERN, Named
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ACCOUNT_PATTERN, ApiKey
-from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
+from penstock.contract.usage import (
+    MAX_DAYS,
+    MAX_PAGE_ROWS,
+    Period,
+    TenantHoldings,
+    UsagePage,
+    UsageQuery,
+    csv_of,
+    usage_object,
+)
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.request.reading import caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
+from penstock.producer.files.storage import FilesSettings
 from penstock.runtime.event_loop import LoopYielder
 
 DEFAULT_ROWS = 1000
@@ -34,9 +44,11 @@ MAX_ACCEPT_CHARS = 1000
 _JSON, _CSV = "application/json", "text/csv"
 _WEIGHT = re.compile(r"q=([01](?:\.[0-9]{1,3})?)")
 _OPTIONAL_TEXT = {"anyOf": [TEXT, {"type": "null"}]}
+_OPTIONAL_NUMBER = {"anyOf": [NUMBER, {"type": "null"}]}
+_HELD = object_of(used=NUMBER, limit=_OPTIONAL_NUMBER)
 _ROW = object_of(
     **dict.fromkeys(("object", "date"), TEXT),
-    hour={"anyOf": [NUMBER, {"type": "null"}]},
+    hour=_OPTIONAL_NUMBER,
     pool=TEXT,
     model=_OPTIONAL_TEXT,
     **dict.fromkeys(("tenant", "key_id"), TEXT),
@@ -47,6 +59,14 @@ _ANSWER = object_of(
     data=list_of(_ROW),
     has_more={"type": "boolean"},
     next=_OPTIONAL_TEXT,
+    holds={
+        "anyOf": [
+            object_of(
+                **dict.fromkeys(TenantHoldings.__dataclass_fields__, object_of(used=NUMBER, limit=_OPTIONAL_NUMBER))
+            ),
+            {"type": "null"},
+        ]
+    },
 )
 
 Text = Annotated[str, StringConstraints(max_length=256)]
@@ -102,8 +122,9 @@ _KEY_ANSWER = object_of(object={"const": "key"}, id=_OPTIONAL_TEXT, tenant=TEXT,
 class UsageRoutes:
     """The routes of the report and of the caller's key."""
 
-    def __init__(self, client: AsyncClient, yielder: LoopYielder) -> None:
+    def __init__(self, client: AsyncClient, yielder: LoopYielder, files: FilesSettings) -> None:
         self._client = client
+        self._limits = {"open_batches": files.max_tenant_batches, "open_rows": files.max_tenant_rows}
         self._yielder = yielder
         self.router = APIRouter()
         self.router.add_api_route("/v1/usage", self.usage, response_class=Response, openapi_extra=_documented())
@@ -118,7 +139,8 @@ class UsageRoutes:
     async def usage(self, request: Request) -> Response:
         """Return the tokens that the caller's API key used: a row for each day or hour and pool with usage.
 
-        A key with the scope `admin` sees all keys. As CSV, the answer has the columns of the rows.
+        A key with the scope `admin` sees all keys. As CSV, the answer has the columns of the rows. `holds` says how
+        many schedules, open batches and concurrency keys the caller's tenant, or the named one, has now.
         """
         params, client = _params_of(request), self._client
         is_csv = _wants_csv(request, params)
@@ -131,8 +153,11 @@ class UsageRoutes:
         if page.next_after is not None:
             following = urlencode({**request.query_params, "after": page.next_after})
             headers["Link"] = f'<{request.url.path}?{following}>; rel="next"'
-        encode = _encoded_csv if is_csv else _encoded_json
-        content = await encode(page, models, self._yielder)
+        if is_csv:
+            content = await _encoded_csv(page, models, self._yielder)
+        else:
+            holds = None if page.holdings is None else page.holdings.with_limits(**self._limits)
+            content = await _encoded_json(page, models, holds, self._yielder)
         return Response(content, media_type=_CSV if is_csv else _JSON, headers=headers)
 
 
@@ -184,11 +209,13 @@ async def _owner_of(caller: ApiKey, params: UsageParams, client: AsyncClient) ->
     return key.tenant, key.key_id
 
 
-async def _encoded_json(page: UsagePage, models: Mapping[str, str], yielder: LoopYielder) -> bytes:
+async def _encoded_json(
+    page: UsagePage, models: Mapping[str, str], holds: Mapping[str, Any] | None, yielder: LoopYielder
+) -> bytes:
     rows = [_dumped(row) async for objects in _objects_of(page, models, yielder) for row in objects]
     periods = page.periods
     head = {"by": periods.by, "start": periods.label_of(periods.first), "end": periods.label_of(periods.last)}
-    tail = {"has_more": page.next_after is not None, "next": page.next_after}
+    tail = {"has_more": page.next_after is not None, "next": page.next_after, "holds": holds}
     # The rows are encoded already.
     return f'{{"object":"list",{_members(head)},"data":[{",".join(rows)}],{_members(tail)}}}'.encode()
 
@@ -216,7 +243,7 @@ def _members(values: dict[str, Any]) -> str:
 
 
 def _routes(services: Services) -> list[APIRouter]:
-    return [UsageRoutes(services.client, services.yielder).router]
+    return [UsageRoutes(services.client, services.yielder, services.files.settings).router]
 
 
 USAGE = HttpDialect(_routes)

@@ -17,7 +17,8 @@ def as_in_gguf(spec: ModelSpec) -> ModelSpec:
 
     The converter adds the offset to the weights of norms, and writes rates of decay in place of their logarithms. It
     splits tensors that hold several matrices. It orders the value heads of a delta rule so that those of one key head
-    lie apart, unless it splits the tensor that has them.
+    lie apart, unless it splits the tensor that has them. Gates and up projections of Gemma 4's experts stay in one
+    tensor.
     """
     made = {layer: _layer(layer) for layer in spec.kinds}
     layers = tuple(made[layer] for layer in spec.layers)
@@ -28,7 +29,14 @@ def as_in_gguf(spec: ModelSpec) -> ModelSpec:
 
 def _layer(layer: LayerSpec) -> LayerSpec:
     recurrence = None if layer.recurrence is None else _mixer(layer.recurrence)
-    return replace(layer, recurrence=recurrence, mlp=None if layer.mlp is None else _mlp(layer.mlp))
+    mixture = None if layer.mixture is None else replace(layer.mixture, mlp=_joined_gate(layer.mixture.mlp))
+    return replace(layer, recurrence=recurrence, mlp=None if layer.mlp is None else _mlp(layer.mlp), mixture=mixture)
+
+
+def _joined_gate(mlp: Mlp) -> Mlp:
+    """Return the experts of Gemma 4, of which one tensor has gates and up projections, as in transformers."""
+    gate, _ = mlp.mlp_in
+    return replace(mlp, mlp_in=(gate.replace("gate_proj", "gate_up_proj"),), fused_gate=True)
 
 
 def _mlp(mlp: Mlp) -> Mlp:

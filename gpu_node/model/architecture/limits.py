@@ -125,6 +125,7 @@ CONFIG_LIMITS: Mapping[str, Limit] = {
     "hidden_size_per_layer_input": Limit(0, 1 << 12),
     "vocab_size_per_layer_input": Limit(1, MAX_VOCAB),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), _EXPERTS),
+    "top_k_experts": _EXPERTS,
     "max_position_embeddings": _POSITIONS,
     "original_max_position_embeddings": _ORIGINAL,
     "sliding_window": _WINDOW,
@@ -199,8 +200,8 @@ QUANTIZATION_LIMITS: Mapping[str, Limit] = {
 }
 """Fields of `quantization_config`."""
 QUANTIZATION_KINDS: Mapping[str, ValueKind] = {
-    **dict.fromkeys(("quant_method", "format", "version", "checkpoint_format"), _TEXT),
-    **dict.fromkeys(("config_groups", "sparsity_config", "transform_config"), _OBJECT),
+    **dict.fromkeys(("quant_method", "quant_algo", "format", "version", "checkpoint_format"), _TEXT),
+    **dict.fromkeys(("config_groups", "sparsity_config", "transform_config", "quantization"), _OBJECT),
 }
 GGUF_FIELDS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
@@ -211,6 +212,9 @@ GGUF_FIELDS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), "head_dim"),
+    **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), "head_dim"),
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "leading_dense_block_count": "num_dense_layers",
     "nextn_predict_layers": "num_nextn_predict_layers",
@@ -226,7 +230,7 @@ GGUF_FIELDS: Mapping[str, str] = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "attention.sliding_window": "sliding_window",
     **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"), "rms_norm_eps"),
-    "rope.freq_base": "rope_theta",
+    **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), "rope_theta"),
     **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -244,6 +248,7 @@ GGUF_ROPE_FIELDS: Mapping[str, str] = {
 _ZERO_IS_NONE = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length")) | {
     *("expert_shared_feed_forward_length", "leading_dense_block_count", "nextn_predict_layers"),
     *("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("attention.shared_kv_layers", "embedding_length_per_layer_input"),
     *("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
 }
 """Metadata that may be 0. llama.cpp takes a limit of 0 for none."""

@@ -40,6 +40,13 @@ class Experts:
     scale: float = 1.0
     """The factor of the weights of experts that were chosen by sigmoid."""
     shared: SharedExperts | None = None
+    router_norm: str | None = None
+    """The weights of an RMS norm through which the router reads the hidden state; None: it reads what the experts read.
+    The name is complete."""
+    router_factor: float = 1.0
+    """The factor of these weights."""
+    factors: str | None = None
+    """A factor of each expert's weights once it is chosen. The name is complete."""
 
     @property
     def num_shared(self) -> int:
@@ -110,3 +117,22 @@ class Mlp:
     def num_experts(self) -> int:
         """The experts, shared ones last, each with the matrices of an MLP; 1 without a mixture."""
         return 1 if self.experts is None else self.experts.count + self.experts.num_shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A mixture of experts beside a layer's MLP. Each reads the hidden state through a norm of its own.
+
+    The outputs of both are normed and added, and the layer's norm of the MLP's output is one of this sum.
+    """
+
+    mlp: Mlp
+    norm: str
+    """Of the hidden state that the experts read."""
+    output_norm: str
+    dense_norm: str
+    """Of the output of the layer's MLP."""
+
+    def __post_init__(self) -> None:
+        if self.mlp.experts is None or self.mlp.experts.shared is not None:
+            raise ConfigError("a mixture beside an MLP has no experts, or some that every token has")

@@ -82,6 +82,7 @@ def _uncut_features(spec: ModelSpec) -> str:
         "output gates of attention": any(one.output_gate or one.head_gate for one in spec.attentions),
         "layers that read the keys of others": any(one.source is not None for one in spec.attentions),
         "embeddings of tokens for each layer": spec.token_inputs is not None,
+        "experts beside an MLP": any(layer.mixture is not None for layer in spec.kinds),
     }
     return " and ".join(name for name, is_present in present.items() if is_present)
 
@@ -280,7 +281,7 @@ class RankPart:
     def num_weights(self) -> int:
         """The numbers in its matrices, embedding and head included. If these are one matrix, it counts once."""
         spec, tables = self.spec, 0
-        routers = sum(layer.mlp.num_experts for layer in spec.layers if layer.mlp and layer.mlp.experts)
+        routers = sum(sum(mlp.num_experts for mlp in layer.mlps if mlp.experts) for layer in spec.layers)
         if self.is_last:
             tables += self.vocab_width
         if self.is_first and not (self.is_last and spec.tied_head):

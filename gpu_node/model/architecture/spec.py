@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.limits import MAX_EXPERT_MATRICES, check_positions
-from penstock.gpu_node.model.architecture.mlp import Activation, Mlp
+from penstock.gpu_node.model.architecture.mlp import Activation, Mixture, Mlp
 from penstock.gpu_node.model.architecture.record_checks import IN_FILES, check_factors, check_sizes
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Parts, Recurrence
 from penstock.gpu_node.model.architecture.rope import DynamicScaling, Rope
@@ -17,7 +17,8 @@ from penstock.gpu_node.model.protocol import MatrixName
 
 NormKind: TypeAlias = Literal["rms", "layer"]
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
-"""Those of a layer with one mixer and an MLP. A layer with two mixers also has `mixer_out`."""
+"""Those of a layer with one mixer and an MLP. With two mixers there is `mixer_out`, and of a mixture beside the MLP
+`expert_in` and `expert_out`."""
 _MIN_DYNAMIC_DIM = 4
 """Dynamic scaling divides by the rotated channels less 2."""
 
@@ -224,6 +225,8 @@ class LayerSpec:
     """The norm of the hidden state once the attention's output is added to it."""
     mlp_sum_norm: str | None = None
     """The norm of the hidden state once the MLP's output is added to it."""
+    mixture: Mixture | None = None
+    """A mixture of experts beside the MLP."""
     token_gate: TokenGate | None = None
     output_scale: str | None = None
     """A number that multiplies the hidden state behind the layer. The name is complete."""
@@ -237,6 +240,10 @@ class LayerSpec:
             raise ConfigError("a layer has neither attention nor an MLP")
         if self.parallel_residual and (self.mixer is None or self.mlp is None):
             raise ConfigError("a layer has a parallel residual but not both attention and an MLP")
+        if self.mixture is not None and (
+            self.mlp is None or self.mlp.experts or self.post_mlp_norm is None or self.parallel_residual
+        ):
+            raise ConfigError("a mixture of experts stands beside no MLP, or what both return has no norm")
 
     @property
     def mixer(self) -> Attention | Recurrence | None:
@@ -249,6 +256,12 @@ class LayerSpec:
         return self.attention is not None and self.recurrence is not None
 
     @property
+    def mlps(self) -> tuple[Mlp, ...]:
+        """The MLP and the mixture of experts beside it, as far as the layer has them."""
+        beside = None if self.mixture is None else self.mixture.mlp
+        return tuple(mlp for mlp in (self.mlp, beside) if mlp is not None)
+
+    @property
     def own_keys(self) -> Attention | None:
         """The attention, if the layer keeps keys and values of its own."""
         return self.attention if self.attention is not None and self.attention.source is None else None
@@ -259,17 +272,23 @@ class LayerSpec:
         of_mixer: tuple[MatrixName, ...] = () if self.mixer is None else ("qkv", "out")
         if self.has_two_mixers:
             of_mixer = ("qkv", "out", "mixer_out")
-        return of_mixer if self.mlp is None else (*of_mixer, "mlp_in", "mlp_out")
+        of_mixture: tuple[MatrixName, ...] = () if self.mixture is None else ("expert_in", "expert_out")
+        return of_mixer if self.mlp is None else (*of_mixer, "mlp_in", "mlp_out", *of_mixture)
 
     @property
     def adapted_matrices(self) -> tuple[MatrixName, ...]:
         """The matrices that LoRA adapters may change: not those of experts."""
-        has_experts = self.mlp is not None and self.mlp.experts is not None
-        return tuple(matrix for matrix in self.matrices if not (has_experts and matrix.startswith("mlp")))
+        return tuple(one for one in self.matrices if (mlp := self.mlp_of(one)) is None or mlp.experts is None)
+
+    def mlp_of(self, matrix: MatrixName) -> Mlp | None:
+        """Return the MLP, or the mixture of experts, that has a matrix of this name; None for those of mixers."""
+        if matrix.startswith("expert"):
+            return None if self.mixture is None else self.mixture.mlp
+        return self.mlp if matrix.startswith("mlp") else None
 
     def num_experts_of(self, matrix: MatrixName) -> int:
         """Return how many experts have a matrix of this name; 1 for the matrices of attention."""
-        return 1 if self.mlp is None or not matrix.startswith("mlp") else self.mlp.num_experts
+        return 1 if (mlp := self.mlp_of(matrix)) is None else mlp.num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +351,7 @@ class ModelSpec:
         if any((layer.token_gate is None) != (self.token_inputs is None) for layer in self.kinds):
             raise ConfigError("either all layers or none have embeddings of their own for each token")
         self._check_sources()
-        num_experts = sum(layer.mlp.num_experts for layer in self.layers if layer.mlp and layer.mlp.experts)
+        num_experts = sum(sum(mlp.num_experts for mlp in layer.mlps if mlp.experts) for layer in self.layers)
         if num_experts > MAX_EXPERT_MATRICES:
             raise ConfigError(
                 f"the layers have {num_experts:,} experts, but a model may have {MAX_EXPERT_MATRICES:,} in all"
@@ -380,8 +399,8 @@ class ModelSpec:
 
     @property
     def mlps(self) -> tuple[Mlp, ...]:
-        """The different MLPs of the layers."""
-        return tuple(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp is not None))
+        """The different MLPs of the layers, and mixtures of experts."""
+        return tuple(dict.fromkeys(mlp for layer in self.layers for mlp in layer.mlps))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -435,7 +454,7 @@ class ModelSpec:
 
         Empty for a matrix that the layer does not have.
         """
-        mixer, mlp = layer.mixer, layer.mlp
+        mixer, mlp = layer.mixer, layer.mlp_of(matrix)
         if matrix == "qkv":
             of_attention = () if layer.attention is None else layer.attention.input_parts
             return of_attention + (() if layer.recurrence is None else layer.recurrence.input_parts)
@@ -443,10 +462,10 @@ class ModelSpec:
             return ((mixer.out, self.hidden_size),)
         if matrix == "mixer_out":
             return ((layer.recurrence.out, self.hidden_size),) if layer.recurrence and layer.attention else ()
-        if mlp is not None and matrix == "mlp_in":
+        if mlp is not None and matrix.endswith("in"):
             rows = 2 * mlp.intermediate_size if mlp.fused_gate else mlp.intermediate_size
             return tuple((name, rows) for name in mlp.mlp_in)
-        return ((mlp.mlp_out, self.hidden_size),) if mlp is not None and matrix == "mlp_out" else ()
+        return () if mlp is None else ((mlp.mlp_out, self.hidden_size),)
 
     def columns_of(self, layer: LayerSpec, matrix: MatrixName) -> int:
         """Return the number of columns of a layer's matrix, its input size; 0 if the layer does not have it."""
@@ -454,8 +473,8 @@ class ModelSpec:
             return layer.recurrence.outputs
         if matrix == "out":
             return 0 if layer.attention is None else layer.attention.queries
-        if matrix == "mlp_out":
-            return 0 if layer.mlp is None else layer.mlp.intermediate_size
+        if matrix in ("mlp_out", "expert_out"):
+            return 0 if (mlp := layer.mlp_of(matrix)) is None else mlp.intermediate_size
         return self.hidden_size if matrix in layer.matrices else 0
 
 

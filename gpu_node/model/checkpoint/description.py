@@ -17,6 +17,7 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import samples
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
+from penstock.gpu_node.model.checkpoint.methods import MODELOPT_FILE
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_kinds import ReadScaled, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, weight_files
@@ -141,7 +142,7 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("chat_template.json", "additional_chat_templates/*.jinja"),
 )
-_CONFIG_FILES = ("config.json", "generation_config.json")
+_CONFIG_FILES = ("config.json", "generation_config.json", MODELOPT_FILE)
 
 
 def revision_of(source: ModelSource, arithmetic: str) -> str:

@@ -83,13 +83,15 @@ _QWEN3_MOE = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
 }
+_GEMMA3 = {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
 _SETTINGS = {
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
         "attention.sliding_window": "sliding_window",
     },
-    "gemma3": {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    **dict.fromkeys(("gemma3", "gemma4"), _GEMMA3),
+    "cohere2": {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"},
     "gpt-oss": {
         "attention.key_length": "head_dim",
         "attention.sliding_window": "sliding_window",

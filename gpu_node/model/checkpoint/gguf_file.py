@@ -44,7 +44,10 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _EMBEDDING = "token_embd.weight"
 """The tensor of the tokens' embeddings."""
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
-_OF_LAYERS = (".attention.head_count_kv", ".attention.recurrent_layers", ".feed_forward_length")
+_OF_LAYERS = (
+    *(".attention.head_count_kv", ".attention.recurrent_layers", ".attention.sliding_window_pattern"),
+    ".feed_forward_length",
+)
 """What the keys end with that may have a value for each layer. Such lists are always read."""
 _SPLIT_COUNT, _SPLIT_NO = "split.count", "split.no"
 """The number of a model's parts, and the index of one of them."""

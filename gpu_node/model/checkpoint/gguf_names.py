@@ -24,7 +24,7 @@ _IN_ORDER: Mapping[str, str] = {}
 _INTERLEAVED_HEADS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "granite", "granitehybrid", "smollm3", "nemotron_h", "nemotron_h_moe"), _BY_HEAD),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss"), _IN_ORDER),
-    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _IN_ORDER),
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe", "gemma4", "gpt2", "cohere2"), _IN_ORDER),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "falcon-h1"), _IN_ORDER),
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
@@ -50,6 +50,11 @@ _RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Names that the converter changes before it maps them: patterns, and what takes their place."""
 _RENAMED_IN_ALL = ((r"\.dt_bias$", ".dt_proj.bias"),)
+_UNMAPPED = (
+    (r"^model\.layers\.(\d+)\.router\.scale$", r"blk.\1.ffn_gate_inp.scale"),
+    (r"^model\.layers\.(\d+)\.router\.per_expert_scale$", r"blk.\1.ffn_down_exps.scale"),
+)
+"""Names of Gemma 4 that the converter gives by itself."""
 
 Shape: TypeAlias = tuple[int, ...]
 _SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
@@ -77,6 +82,9 @@ class GgufNames:
 
     def name_of(self, name: str) -> str | None:
         """Return the name in the file. It stacks the matrices of all experts in one tensor."""
+        for pattern, theirs in _UNMAPPED:
+            if re.search(pattern, name):
+                return re.sub(pattern, theirs, name)
         name = EXPERT.sub(".experts.", name)
         for pattern, ours in self._renamed:
             name = re.sub(pattern, ours, name)

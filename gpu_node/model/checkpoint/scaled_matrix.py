@@ -65,7 +65,7 @@ class ScaledTensor:
 
     def to_float32(self) -> Floats:
         """Return the dequantized values."""
-        values = _FP8_VALUES[self.numbers] if self.kind == "fp8" else self.numbers.astype(np.float32)
+        values = FP8_VALUES[self.numbers] if self.kind == "fp8" else self.numbers.astype(np.float32)
         if self.zeros is not None:
             values -= self._by_column(self.zeros)
         values *= self._by_column(self.scales)
@@ -88,4 +88,4 @@ def _fp8_values() -> Floats:
     return np.where(byte < 128, sizes, -sizes).astype(np.float32)
 
 
-_FP8_VALUES = _fp8_values()
+FP8_VALUES = _fp8_values()

@@ -76,6 +76,21 @@ class StoredRouting:
     """[num_experts]"""
     shared_gate: Stored | None
     """[1, hidden]"""
+    norm: Stored | None = None
+    """[hidden], of the norm through which the router reads the hidden state."""
+    norm_factor: float = 1.0
+    factors: Stored | None = None
+    """[num_experts], of the weights of chosen experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMixture:
+    """A mixture of experts beside an MLP. `StoredLayer` has its router."""
+
+    norm: StoredNorm
+    output_norm: StoredNorm
+    dense_norm: StoredNorm
+    experts: tuple[tuple[StoredLinear, StoredLinear], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,5 +134,6 @@ class StoredLayer:
     sinks: Stored | None = None
     head_gate: Stored | None = None
     mixer_out: StoredLinear | None = None
+    mixture: StoredMixture | None = None
     token_gate: StoredTokenGate | None = None
     output_scale: Stored | None = None

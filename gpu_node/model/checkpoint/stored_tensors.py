@@ -57,7 +57,7 @@ TEXT_BASES = ("model.language_model", "language_model.model", "model.text_model"
 TEXT_HEADS = ("language_model.lm_head", "model.lm_head")
 _SCALED_PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
-    *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
+    *("weight_scale_inv", "weight_zero_point", "weight_g_idx", "weight_scale_2", "weight_global_scale"),
 )
 """The last parts of the names of tensors that make up a quantized matrix."""
 _SIZES = (

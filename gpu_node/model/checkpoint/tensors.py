@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.mlp import Mlp
+from penstock.gpu_node.model.architecture.mlp import Experts, Mlp
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Parts, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.expert_stacks import transposed
@@ -18,6 +18,7 @@ from penstock.gpu_node.model.checkpoint.stored_layer import (
     StoredHeads,
     StoredLayer,
     StoredLinear,
+    StoredMixture,
     StoredNorm,
     StoredRecurrence,
     StoredRouting,
@@ -94,6 +95,7 @@ class DecoderTensors:
             sinks=self.sinks(layer),
             head_gate=self.head_gate(layer),
             mixer_out=self.mixer_out(layer),
+            mixture=self.mixture(layer),
             token_gate=self.token_gate(layer),
             output_scale=self.output_scale(layer),
         )
@@ -282,11 +284,14 @@ class DecoderTensors:
 
     def router(self, layer: int) -> Stored | None:
         """Return the matrix that scores the experts, [num_experts, hidden]; None if there are no experts."""
-        spec, mlp = self._spec, self._spec.layers[layer].mlp
-        if mlp is None or mlp.experts is None:
+        if (experts := self._routed(layer)) is None:
             return None
-        name = mlp.experts.router.format(layer=layer)
-        return self._checkpoint.get(f"{name}.weight", mlp.experts.count, spec.hidden_size)
+        name = experts.router.format(layer=layer)
+        return self._checkpoint.get(f"{name}.weight", experts.count, self._spec.hidden_size)
+
+    def _routed(self, layer: int) -> Experts | None:
+        """Return the experts of a layer, in place of its MLP or beside it."""
+        return next((mlp.experts for mlp in self._spec.layers[layer].mlps if mlp.experts is not None), None)
 
     def experts(self, layer: int) -> Iterator[tuple[StoredLinear, StoredLinear]]:
         """Yield the input and output projections of each expert, or of the one MLP; nothing without an MLP.
@@ -294,17 +299,30 @@ class DecoderTensors:
         Inputs are [intermediate, hidden] each: gate and up, or a single one. The output is [hidden, intermediate].
         """
         mlp = self._spec.layers[layer].mlp
-        num_shared = 0 if mlp is None or mlp.experts is None else mlp.experts.num_shared
-        for expert in range(0 if mlp is None else mlp.num_experts - num_shared):
-            has_bias = mlp is not None and mlp.bias
-            has_out_bias = mlp is not None and (mlp.bias or mlp.out_bias)
-            inner = self._linear("mlp_in", layer, has_bias=has_bias, expert=expert)
-            out = self._linear("mlp_out", layer, has_bias=has_out_bias, expert=expert)
-            if mlp is not None and mlp.fused_gate and mlp.split_gate is None:
-                inner = _split_gate(inner, mlp)
-            yield inner, out
-        if num_shared:
+        if mlp is not None:
+            yield from self._experts_of(mlp, "mlp_in", "mlp_out", layer)
+        if mlp is not None and mlp.experts is not None and mlp.experts.num_shared:
             yield from self._shared_experts(layer)
+
+    def mixture(self, layer: int) -> StoredMixture | None:
+        """Return the experts beside a layer's MLP, and the norms around both; None without them."""
+        mixture = self._spec.layers[layer].mixture
+        if mixture is None:
+            return None
+        return StoredMixture(
+            norm=self._stored_norm(mixture.norm.format(layer=layer)),
+            output_norm=self._stored_norm(mixture.output_norm.format(layer=layer)),
+            dense_norm=self._stored_norm(mixture.dense_norm.format(layer=layer)),
+            experts=tuple(self._experts_of(mixture.mlp, "expert_in", "expert_out", layer)),
+        )
+
+    def _experts_of(
+        self, mlp: Mlp, first: MatrixName, second: MatrixName, layer: int
+    ) -> Iterator[tuple[StoredLinear, StoredLinear]]:
+        for expert in range(mlp.num_experts - (0 if mlp.experts is None else mlp.experts.num_shared)):
+            inner = self._linear(first, layer, has_bias=mlp.bias, expert=expert)
+            out = self._linear(second, layer, has_bias=mlp.bias or mlp.out_bias, expert=expert)
+            yield (_split_gate(inner, mlp) if mlp.fused_gate and mlp.split_gate is None else inner), out
 
     def _shared_experts(self, layer: int) -> Iterator[tuple[StoredLinear, StoredLinear]]:
         """Yield the parts of the MLP that every token has, each of an expert's size."""
@@ -325,16 +343,21 @@ class DecoderTensors:
 
     def routing(self, layer: int) -> StoredRouting | None:
         """Return what a router has beside its matrix; None without experts."""
-        mlp, get = self._spec.layers[layer].mlp, self._checkpoint.get
-        if mlp is None or (experts := mlp.experts) is None:
+        experts, get, hidden = self._routed(layer), self._checkpoint.get, self._spec.hidden_size
+        if experts is None:
             return None
+
+        def small(name: str | None, size: int) -> Stored | None:
+            return None if name is None else get(name.format(layer=layer), size)
+
         gate = None if experts.shared is None else experts.shared.gate
         return StoredRouting(
-            bias=get(f"{experts.router.format(layer=layer)}.bias", experts.count) if experts.router_bias else None,
-            choice_bias=(
-                None if experts.choice_bias is None else get(experts.choice_bias.format(layer=layer), experts.count)
-            ),
-            shared_gate=None if gate is None else get(f"{gate.format(layer=layer)}.weight", 1, self._spec.hidden_size),
+            bias=small(f"{experts.router}.bias" if experts.router_bias else None, experts.count),
+            choice_bias=small(experts.choice_bias, experts.count),
+            shared_gate=None if gate is None else get(f"{gate.format(layer=layer)}.weight", 1, hidden),
+            norm=small(experts.router_norm, hidden),
+            norm_factor=experts.router_factor,
+            factors=small(experts.factors, experts.count),
         )
 
     def _table(self, name: str) -> Stored:
@@ -355,8 +378,8 @@ class DecoderTensors:
     def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
         spec = self._spec.layers[layer]
         columns, parts = self._spec.columns_of(spec, matrix), self._spec.parts_of(spec, matrix)
-        if matrix == "mlp_in" and spec.mlp is not None and spec.mlp.split_gate is not None:
-            parts = tuple((name, spec.mlp.intermediate_size) for name in spec.mlp.split_gate)
+        if (mlp := spec.mlp_of(matrix)) is not None and mlp.split_gate is not None and matrix.endswith("in"):
+            parts = tuple((name, mlp.intermediate_size) for name in mlp.split_gate)
         return self._linears(parts, columns, layer, has_bias=has_bias, expert=expert)
 
     def _linears(self, named: Parts, columns: int, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:

@@ -27,7 +27,7 @@ from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_conversion import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import EMBEDDER_FILES, POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
-from penstock.gpu_node.model.checkpoint.methods import reader_of
+from penstock.gpu_node.model.checkpoint.methods import reader_of, with_modelopt_file
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import load_native
@@ -104,7 +104,7 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     described_in = source.folder / "config.json" if gguf is None else gguf.path
     with reading(described_in, model):
         stamps = stamps_of_source(source)
-        config = read_object(source.folder / "config.json")
+        config = with_modelopt_file(read_object(source.folder / "config.json"), source.folder)
         generates_no_text = gguf is None and is_encoder(config)
     if generates_no_text:
         raise EncoderFoundError(model, architecture_of(config), source.folder, is_dummy=source.is_dummy)

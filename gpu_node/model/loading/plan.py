@@ -168,7 +168,9 @@ def _parts_of(
         if (linear := of_mixer[name](layer)) is not None:
             yield linear.weights
     else:
-        yield from (pair[0 if name == "mlp_in" else 1].weights for pair in tensors.experts(layer))
+        mixture = tensors.mixture(layer) if name.startswith("expert") else None
+        pairs = tensors.experts(layer) if mixture is None else mixture.experts
+        yield from (pair[0 if name.endswith("in") else 1].weights for pair in pairs)
 
 
 def _token_parts(spec: ModelSpec, tensors: DecoderTensors | None, layer: int) -> Iterator[Stored]:

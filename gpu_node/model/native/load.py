@@ -43,7 +43,7 @@ from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import RankBytes, StateSizes
 from penstock.gpu_node.model.ranks.group import RankGroup
-from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, query_factors, write_rope_angles
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path, prebuilt_library
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import (
@@ -223,11 +223,13 @@ _CHUNK_TOKENS = 64
 
 
 def set_positions(model: NativeModel, described: Description) -> None:
-    """Set the RoPE angles and the ALiBi score biases by position."""
+    """Set the RoPE angles, the factors of queries and the ALiBi score biases by position."""
     biased = described.spec.biased_attention
     if biased is not None:
         num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
         model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(biased, num_positions))
+    for i, growth in enumerate(described.spec.query_growths):
+        model.set_vector(Vector.QUERY_FACTORS, i, query_factors(growth, described.max_model_len))
     for i, rope in enumerate(described.spec.ropes):
         shape = described.max_model_len, rope.dim // 2
         write_rope_angles(rope, model.vector(Vector.COS, i, *shape), model.vector(Vector.SIN, i, *shape))
@@ -235,8 +237,8 @@ def set_positions(model: NativeModel, described: Description) -> None:
 
 def weight_bytes_of(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
     """Return the size of all matrices. A tied embedding has no matrix of its own."""
-    of_layer = (Slot.QKV, Slot.OUT, Slot.MIXER_OUT, Slot.MLP_IN, Slot.MLP_OUT, Slot.TOKEN_GATE, Slot.TOKEN_OUT)
-    matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
+    of_model = Slot.EMBEDDING, Slot.HEAD, Slot.TOKEN_INPUTS
+    matrices = [(slot, layer) for layer in range(num_layers) for slot in Slot if slot not in of_model]
     tables = [(Slot.HEAD, 0), (Slot.TOKEN_INPUTS, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
     return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
 

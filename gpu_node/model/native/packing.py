@@ -10,6 +10,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.description import Description
@@ -194,7 +195,9 @@ class Packer:
         mlp = self._spec.layers[layer].mlp
         if mlp is not None:
             gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
-            self._pack_mlp(layer, gains, is_gated=mlp.is_gated)
+            self._pack_mlps((Slot.MLP_IN, Slot.MLP_OUT), layer, list(tensors.experts(layer)), mlp, gains)
+            self._set_router(layer)
+            self._pack_mixture(layer)
         if (gate := tensors.token_gate(layer)) is not None:
             self._fuse(Slot.TOKEN_GATE, layer, gate.gate)
             self._fuse(Slot.TOKEN_OUT, layer, gate.out)
@@ -233,24 +236,51 @@ class Packer:
             if heads.norm is not None:
                 self._set_vector(Vector.VALUE_NORM, layer, heads.norm)
 
-    def _pack_mlp(self, layer: int, gains: _Gains, *, is_gated: bool) -> None:
+    def _set_router(self, layer: int) -> None:
+        """Set the small tensors by which a layer's experts are chosen."""
+        router, routing = self._tensors.router(layer), self._tensors.routing(layer)
+        if router is None or routing is None:
+            return
+        # Zeros pad the columns, as they pad the hidden states.
+        padding = (0, 0), (0, -router.shape[1] % PANEL)
+        self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
+        if routing.norm is not None:
+            gains = routing.norm.to_float32() * np.float32(routing.norm_factor)
+            self._set_vector(Vector.ROUTER_NORM, layer, gains)
+        if routing.shared_gate is not None:
+            self._set_vector(Vector.SHARED_GATE, layer, np.pad(routing.shared_gate.to_float32(), padding))
+        by_expert = {
+            Vector.ROUTER_BIAS: routing.bias,
+            Vector.CHOICE_BIAS: routing.choice_bias,
+            Vector.EXPERT_FACTORS: routing.factors,
+        }
+        for vector, stored in by_expert.items():
+            if stored is not None:
+                self._set_vector(vector, layer, stored.to_float32())
+
+    def _pack_mixture(self, layer: int) -> None:
+        """Pack the experts beside an MLP, and set the norms around both."""
+        stored, mixture = self._tensors.mixture(layer), self._spec.layers[layer].mixture
+        if stored is None or mixture is None:
+            return
+        self._pack_mlps((Slot.EXPERT_IN, Slot.EXPERT_OUT), layer, stored.experts, mixture.mlp, None)
+        self._set_norm(Vector.EXPERT_NORM, layer, stored.norm)
+        self._set_norm(Vector.EXPERT_OUTPUT_NORM, layer, stored.output_norm)
+        self._set_norm(Vector.DENSE_OUTPUT_NORM, layer, stored.dense_norm)
+
+    def _pack_mlps(
+        self,
+        slots: tuple[Slot, Slot],
+        layer: int,
+        experts: Sequence[tuple[StoredLinear, StoredLinear]],
+        mlp: Mlp,
+        gains: _Gains,
+    ) -> None:
         """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
-        router, experts = self._tensors.router(layer), list(self._tensors.experts(layer))
-        if router is not None:
-            # Zeros pad the columns, as they pad the hidden states.
-            padding = (0, 0), (0, -router.shape[1] % PANEL)
-            self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
-            routing = self._tensors.routing(layer)
-            if routing is not None and routing.bias is not None:
-                self._set_vector(Vector.ROUTER_BIAS, layer, routing.bias.to_float32())
-            if routing is not None and routing.choice_bias is not None:
-                self._set_vector(Vector.CHOICE_BIAS, layer, routing.choice_bias.to_float32())
-            if routing is not None and routing.shared_gate is not None:
-                self._set_vector(Vector.SHARED_GATE, layer, np.pad(routing.shared_gate.to_float32(), padding))
         inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
-        pack_inner = self._interleave if is_gated else self._fuse
-        pack_inner(Slot.MLP_IN, layer, inner, gains)
-        self._fuse(Slot.MLP_OUT, layer, out)
+        pack_inner = self._interleave if mlp.is_gated else self._fuse
+        pack_inner(slots[0], layer, inner, gains)
+        self._fuse(slots[1], layer, out)
 
     def _fuse(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains = None) -> None:
         """Pack the parts into one matrix, with their rows one after another."""
@@ -378,6 +408,8 @@ _SLOTS: dict[MatrixName, Slot] = {
     "mixer_out": Slot.MIXER_OUT,
     "mlp_in": Slot.MLP_IN,
     "mlp_out": Slot.MLP_OUT,
+    "expert_in": Slot.EXPERT_IN,
+    "expert_out": Slot.EXPERT_OUT,
 }
 
 

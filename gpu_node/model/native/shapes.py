@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
-from penstock.gpu_node.model.architecture.rope import Rope
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.description import Description, state_slots_of
 from penstock.gpu_node.model.native.ranks import RankPlace
@@ -50,24 +49,21 @@ def check_sizes(spec: ModelSpec) -> None:
         if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
             reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
             raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
-    if spec.query_growths:
-        start = min(growth.length for growth in spec.query_growths)
-        raise NativeUnavailableError(f"queries grow with positions from {start:,} on", f"--max-model-len {start}")
     if spec.token_inputs is not None and spec.token_inputs.size % PANEL:
         reason = f"tokens' embeddings for each layer have {spec.token_inputs.size} numbers, no multiple of {PANEL}"
         raise NativeUnavailableError(reason, "--runner torch")
     for mixer in spec.recurrences:
         _check_recurrence(mixer)
     for layer in spec.kinds:
-        mlp = layer.mlp
-        if mlp is None or mlp.experts is None:
+        mlp = next((mlp for mlp in layer.mlps if mlp.experts is not None), None)
+        if mlp is None:
             continue
         rows = PANEL // 2 if mlp.is_gated else PANEL
         if spec.hidden_size % PANEL or mlp.intermediate_size % rows:
             reason = f"experts with hidden size {spec.hidden_size} and intermediate size {mlp.intermediate_size}"
             reason += f" do not fill panels: multiples of {PANEL} and {rows} are needed"
             raise NativeUnavailableError(reason, "--runner torch")
-        if layer.post_mlp_norm is not None or (mlp.bias and not mlp.is_gated):
+        if (layer.post_mlp_norm is not None and layer.mixture is None) or (mlp.bias and not mlp.is_gated):
             reason = "experts with norms of their outputs, or with biases and without gates, are not supported"
             raise NativeUnavailableError(reason, "--runner torch")
 
@@ -128,6 +124,7 @@ def shapes_of(
         hadamard_rotation=is_rotated(spec, options.quantization),
         has_layer_norms=spec.norm == "layer",
         num_ropes=len(spec.ropes),
+        num_query_growths=len(spec.query_growths),
         embedding_scale=spec.embedding_scale,
         residual_scale=spec.residual_scale,
         logit_scale=spec.logit_scale,
@@ -142,11 +139,11 @@ def shapes_of(
     if (inputs := spec.token_inputs) is not None:
         native.token_size = inputs.size
         native.token_scale, native.token_projection_scale = inputs.scale, inputs.projection_scale
-    kinds = {layer: _native_layer(layer, spec.ropes) for layer in spec.kinds}
+    kinds = {layer: _native_layer(layer, spec) for layer in spec.kinds}
     return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
 
 
-def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
+def _native_layer(layer: LayerSpec, spec: ModelSpec) -> NativeLayer:
     attention, mlp = layer.attention, layer.mlp
     native = NativeLayer(
         is_parallel=layer.parallel_residual,
@@ -161,7 +158,9 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
     if attention is not None:
         native.num_heads, native.num_kv_heads = attention.num_heads, attention.num_kv_heads
         native.head_dim, native.window = attention.head_dim, attention.window or 0
-        native.rope = -1 if attention.rope is None else ropes.index(attention.rope)
+        native.rope = -1 if attention.rope is None else spec.ropes.index(attention.rope)
+        if (growth := attention.query_growth) is not None:
+            native.query_growth = 1 + spec.query_growths.index(growth)
         native.rotary_dim = 0 if attention.rope is None else attention.rope.dim
         native.has_position_biases = attention.has_position_biases
         native.joins_head_norms = attention.joint_head_norms
@@ -179,11 +178,14 @@ def _native_layer(layer: LayerSpec, ropes: tuple[Rope, ...]) -> NativeLayer:
         native.gate_factor, native.mlp_factor = mlp.gate_factor, mlp.output_factor
         if mlp.clamped_gate is not None:
             native.gate_limit, native.gate_slope = mlp.clamped_gate.limit, mlp.clamped_gate.slope
-    if mlp is not None and mlp.experts is not None:
-        native.num_experts, native.experts_per_token = mlp.experts.count, mlp.experts.per_token
-        native.normalizes_experts = mlp.experts.normalized
-        native.shared_experts, native.shares_by_sigmoid = mlp.experts.num_shared, mlp.experts.by_sigmoid
-        native.expert_scale = mlp.experts.scale
+    if layer.mixture is not None:
+        native.expert_intermediate = layer.mixture.mlp.intermediate_size
+    for routed in layer.mlps:
+        if (experts := routed.experts) is not None:
+            native.num_experts, native.experts_per_token = experts.count, experts.per_token
+            native.normalizes_experts, native.expert_scale = experts.normalized, experts.scale
+            native.shared_experts, native.shares_by_sigmoid = experts.num_shared, experts.by_sigmoid
+            native.has_router_norm = experts.router_norm is not None
     return native
 
 

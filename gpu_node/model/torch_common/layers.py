@@ -118,6 +118,17 @@ class TokenInputWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """A mixture of experts beside an MLP. `LayerWeights` has its router."""
+
+    norm: Norm
+    output_norm: Norm
+    dense_norm: Norm
+    experts: tuple[tuple[Product, Product], ...]
+    """The products of each expert, as those of an MLP."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one decoder layer."""
 
@@ -152,12 +163,19 @@ class LayerWeights:
     """[num_experts] in float32: added to the shares by which experts are chosen."""
     shared_gate: Tensor | None = None
     """[1, hidden] in float32: the gate of the experts that every token has."""
+    router_norm: Norm | None = None
+    """Through which the router reads the hidden state; None: it reads what the experts read."""
+    expert_factors: Tensor | None = None
+    """[num_experts] in float32: of the weights of chosen experts."""
+    mixture: MixtureWeights | None = None
     token_gate: TokenGateWeights | None = None
     output_scale: Tensor | None = None
     """[1] in float32: the factor of the hidden state behind the layer."""
 
     def expert(self, index: int) -> tuple[Product, Product]:
         """Return the products of an expert."""
+        if self.mixture is not None:
+            return self.mixture.experts[index]
         return self.more_experts[index - 1] if index else (self.mlp_in, self.mlp_out)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_layer import (
     StoredLayer,
     StoredLinear,
+    StoredMixture,
     StoredNorm,
     StoredRecurrence,
     StoredRouting,
@@ -26,6 +27,7 @@ from penstock.gpu_node.model.checkpoint.stored_layer import (
 from penstock.gpu_node.model.torch_common.layers import (
     HeadWeights,
     LayerWeights,
+    MixtureWeights,
     NoNorm,
     Norm,
     Product,
@@ -97,7 +99,19 @@ def read_layer(
         of_queries, of_keys = stored.head_norms
         k_norm = NoNorm(convert.dtype, convert.device) if of_keys is None else norm(StoredNorm(of_keys, None))
         q_and_k = norm(StoredNorm(of_queries, None)), k_norm
-    mlps = [(linear(inner, convert), linear(out, convert)) for inner, out in stored.experts]
+
+    def mixture(stored: StoredMixture) -> MixtureWeights:
+        return MixtureWeights(
+            norm=norm(stored.norm),
+            output_norm=norm(stored.output_norm),
+            dense_norm=norm(stored.dense_norm),
+            experts=tuple(experts(stored.experts)),
+        )
+
+    def experts(pairs: Iterable[tuple[StoredLinear, StoredLinear]]) -> list[tuple[Product, Product]]:
+        return [(linear(inner, convert), linear(out, convert)) for inner, out in pairs]
+
+    mlps, routing = experts(stored.experts), stored.routing
     (mlp_in, mlp_out), *more = mlps or [(missing, missing)]
     return LayerWeights(
         attention_norm=attention_norm,
@@ -109,14 +123,17 @@ def read_layer(
         mlp_out=mlp_out,
         post_attention_norm=norm_or_none(stored.post_attention_norm),
         post_mlp_norm=norm_or_none(stored.post_mlp_norm),
-        router=None if stored.router is None else linear(_router(stored.router, stored.routing), convert),
+        router=None if stored.router is None else linear(_router(stored.router, routing), convert),
         more_experts=tuple(more),
         recurrence=None if stored.recurrence is None else _read_recurrence(stored.recurrence, convert.device),
         sinks=_floats(stored.sinks, convert.device),
         head_gate=_floats(stored.head_gate, convert.device),
         mixer_out=missing if stored.mixer_out is None else linear(stored.mixer_out, convert),
-        choice_bias=None if stored.routing is None else _floats(stored.routing.choice_bias, convert.device),
-        shared_gate=None if stored.routing is None else _floats(stored.routing.shared_gate, convert.device),
+        choice_bias=None if routing is None else _floats(routing.choice_bias, convert.device),
+        shared_gate=None if routing is None else _floats(routing.shared_gate, convert.device),
+        router_norm=None if routing is None else _router_norm(routing, convert, norm_eps),
+        expert_factors=None if routing is None else _floats(routing.factors, convert.device),
+        mixture=None if stored.mixture is None else mixture(stored.mixture),
         token_gate=None if (gate := stored.token_gate) is None else _token_gate(gate, convert, linear, norm),
         output_scale=_floats(stored.output_scale, convert.device),
     )
@@ -161,6 +178,13 @@ def _router(matrix: Stored, routing: StoredRouting | None) -> StoredLinear:
 def _placed(values: NDArray[np.float32], device: torch.device | None) -> Tensor:
     tensor = torch.from_numpy(values)
     return tensor if device is None else tensor.to(device)
+
+
+def _router_norm(routing: StoredRouting, convert: Converter, eps: float) -> Norm | None:
+    if routing.norm is None:
+        return None
+    gains = _placed(routing.norm.to_float32() * np.float32(routing.norm_factor), convert.device)
+    return Norm(gains.to(convert.dtype), None, eps)
 
 
 def _floats(stored: Stored | None, device: torch.device | None) -> Tensor | None:

@@ -329,15 +329,27 @@ class Decoder:
             after = torch.add(after, _normed(layer.post_attention_norm, added), alpha=scale)
         if spec.mlp is None:
             return after
-        mlp = self.exchanges.sum(self._mlp(x if spec.parallel_residual else after, at, spec.mlp, layer, adapted))
+        read = x if spec.parallel_residual else after
+        mlp = self.exchanges.sum(self._mlp(read, at, spec.mlp, layer, adapted))
+        if spec.mixture is not None and layer.mixture is not None:
+            normed = layer.mixture.norm(read)
+            routed = _routed(normed, spec.mixture.mlp, layer, self._scores(read, normed, layer))
+            mlp = layer.mixture.dense_norm(mlp).float() + layer.mixture.output_norm(routed).float()
         return torch.add(after, _normed(layer.post_mlp_norm, mlp), alpha=scale)
 
     def _mlp(self, x: Tensor, at: int, spec: Mlp, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
         normed = layer.mlp_norm(x)
-        if layer.router is not None:
-            return _routed(normed, spec, layer, self.exchanges.from_first(layer.router(normed).float()))
+        if spec.experts is not None:
+            return _routed(normed, spec, layer, self._scores(x, normed, layer))
         gated = _gated(adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)), spec)
         return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
+
+    def _scores(self, x: Tensor, normed: Tensor, layer: LayerWeights) -> Tensor:
+        """Return the router's scores, [num_tokens, num_experts]. normed: what the experts read."""
+        if layer.router is None:
+            raise InvariantError("a layer has experts but no router")
+        read = normed if layer.router_norm is None else layer.router_norm(x)
+        return self.exchanges.from_first(layer.router(read).float())
 
 
 def _of_token(x: Tensor, own: Tensor, spec: LayerSpec, weights: TokenGateWeights) -> Tensor:
@@ -371,6 +383,8 @@ def _routed(normed: Tensor, spec: Mlp, layer: LayerWeights, scores: Tensor) -> T
     if experts is None:
         raise InvariantError("a layer has a router, but its spec has no experts")
     shares, chosen = _chosen(experts, layer, scores)
+    if layer.expert_factors is not None:
+        shares = shares * layer.expert_factors[chosen]
     if experts.shared is not None:
         every = torch.arange(experts.count, experts.count + experts.num_shared).expand(len(normed), -1)
         gate = torch.ones(len(normed), 1)

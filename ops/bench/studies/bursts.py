@@ -34,7 +34,7 @@ PACES = ((1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 3.0))
 STEP_MS = 10.0
 """Of a node of pace 1."""
 NUM_TOKENS = 25
-"""Jobs run for some tenths of a second, so that all of a burst run at the same time."""
+"""Of a node of pace 1. Jobs run for some tenths of a second on each, so that all of a burst run at the same time."""
 WARM_TOKENS = 200
 """Output of the first jobs: after so many steps a node tells its pace by its engine's times."""
 HEARTBEAT_S = 4.0
@@ -89,11 +89,12 @@ async def measure_shares(num_bursts: int, paces: Sequence[float]) -> None:
     with _clocks(paces) as (url, _):
         async with AsyncClient(url) as client, connect(url) as redis:
             await _warm(client, redis, paces)
+            num_tokens = round(NUM_TOKENS * max(paces))
             for size in SIZES:
                 for at_once in (True, False):
                     seen = Counter[float]()
                     for _ in range(num_bursts):
-                        held = await _burst(client, redis, size, NUM_TOKENS, at_once=at_once)
+                        held = await _burst(client, redis, size, num_tokens, at_once=at_once)
                         seen[_unevenness(held, paces)] += 1
                     row = ", ".join(f"{off:g}: {count}" for off, count in sorted(seen.items()))
                     how = "one call" if at_once else "one by one"

@@ -15,7 +15,14 @@ from itertools import count
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.pool import NodePressure
 from penstock.gpu_node.engine.scheduler.budget import StepTime, StepWork
-from penstock.gpu_node.jobs.drain import PHASE_PROMPT_TOKENS, DrainEstimator, JobWork, StepParts, phases
+from penstock.gpu_node.jobs.drain import (
+    PHASE_PROMPT_TOKENS,
+    SHORT_PROMPT_TOKENS,
+    DrainEstimator,
+    JobWork,
+    StepParts,
+    phases,
+)
 from penstock.gpu_node.jobs.held_jobs import RESERVED_QUANTILE
 from penstock.gpu_node.service.heartbeat import FEW_STEPS, TYPICAL_COST
 from penstock.queue.job_cost import Ahead, LengthPredictor, expected_wait, predict_output
@@ -86,7 +93,8 @@ class SimulatedNode:
         self._measured = StepParts.measured(took_ms, machine.num_sequences)
 
     def _phase_ms(self, num_sequences: int, num_outputs: int) -> float:
-        prompts_ms = self._machine.step_ms(0, num_sequences * PHASE_PROMPT_TOKENS, self._rng)
+        length = PHASE_PROMPT_TOKENS if num_sequences > 1 else SHORT_PROMPT_TOKENS
+        prompts_ms = self._machine.step_ms(0, length, self._rng)
         return prompts_ms + sum(self._machine.step_ms(num_sequences, 0, self._rng) for _ in range(num_outputs - 1))
 
     def take(self, queues: Queues, now_s: float) -> None:

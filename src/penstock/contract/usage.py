@@ -6,11 +6,12 @@ import csv
 import io
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from typing import Any, Literal
 
 from penstock.contract.errors import RequestError
+from penstock.contract.schedule import MAX_SCHEDULES
 
 Period = Literal["day", "hour"]
 """What a row of a report sums up: a day or an hour, in UTC."""
@@ -93,6 +94,28 @@ class Periods:
         return _label(self.start_of(number), self.by)
 
 
+MAX_CONCURRENCY_KEYS = 10_000
+"""Concurrency keys with open jobs that a tenant may have in a pool; equals MAX_KEYS of submit.lua."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantHoldings:
+    """What a tenant has now of the things that have a limit."""
+
+    schedules: int = 0
+    open_batches: int = 0
+    """Batches and flows that have not ended."""
+    open_rows: int = 0
+    """Rows of these that are not answered."""
+    concurrency_keys: int = 0
+    """Keys with open jobs, in the pool that has the most."""
+
+    def with_limits(self, **others: int) -> dict[str, dict[str, int | None]]:
+        """Return each number with its limit. `others`: limits that settings define; 0: none."""
+        limits = {"schedules": MAX_SCHEDULES, "concurrency_keys": MAX_CONCURRENCY_KEYS, **others}
+        return {name: {"used": used, "limit": limits.get(name) or None} for name, used in asdict(self).items()}
+
+
 @dataclass(frozen=True, slots=True)
 class UsagePage:
     """A part of a report, and the `after` of its next part; None after the last part."""
@@ -100,6 +123,8 @@ class UsagePage:
     rows: list[PeriodUsage]
     periods: Periods
     next_after: str | None
+    holdings: TenantHoldings | None = None
+    """Of the tenant that the query names."""
 
 
 def periods_of(query: UsageQuery, now_s: int) -> Periods:

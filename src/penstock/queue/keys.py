@@ -369,6 +369,11 @@ def open_of_tenant(pool: str, tenant: str) -> str:
     return f"{prefix(pool)}:tenant:{tenant}:open"
 
 
+def concurrency_keys(pool: str, tenant: str) -> str:
+    """Set: a tenant's concurrency keys with open jobs."""
+    return f"{prefix(pool)}:keys:{tenant}"
+
+
 def metadata(job_id: str) -> str:
     """String: a job's metadata."""
     return f"{prefix(pool_of(job_id))}:metadata:{job_id}"

@@ -16,6 +16,8 @@ from typing import Any, Self
 from fakes.processes.forked_process import ForkedProcess, ForkServer
 
 ARMED = str(Path(__file__).parent / "armed.py")
+_PRELOADED = os.environ.get("LD_PRELOAD")
+"""Libraries that this process, and so the fork server and its forks, were loaded with."""
 
 
 class ChildProcess:
@@ -26,7 +28,8 @@ class ChildProcess:
     imports: Sequence[str] = ()
     """What the command imports beyond what all services import; a fork server imports it once."""
     fork_server: ForkServer | None = None
-    """Starts the commands of armed.py, where a test session has one; else each is a new interpreter."""
+    """Starts the commands of armed.py, where a test session has one; else each is a new interpreter. So is one that has
+    other preloaded libraries than this process."""
 
     @classmethod
     def session_server(cls) -> ForkServer:
@@ -40,7 +43,8 @@ class ChildProcess:
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
         command = [*self.wrapper, *command]
-        if self.fork_server is not None:
+        # A fork has the libraries of its server: one with another clock, for example, needs a program of its own.
+        if self.fork_server is not None and env.get("LD_PRELOAD") == _PRELOADED:
             return self.fork_server.start(command, env, self._log.fileno(), self.imports)
         words = [sys.executable, ARMED, *command]
         return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=self._log)

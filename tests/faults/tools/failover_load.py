@@ -393,5 +393,5 @@ async def wrong_ends(redis: Redis, told: Told) -> list[str]:
 
 async def nodes_lost(redis: Redis) -> list[str]:
     """Return the events of nodes that were declared dead."""
-    found = await cast(Any, redis).zrange(f"{keys.prefix(POOL)}:events", 0, -1)
+    found = await cast(Any, redis).zrange(keys.events(POOL, "node_"), 0, -1)
     return [event.decode() for event in found if b"node_lost" in event]

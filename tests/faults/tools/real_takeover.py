@@ -61,9 +61,9 @@ async def undisturbed(client: AsyncClient, options: dict[str, Any], pool: str = 
     return RealWork({"job_id": f"{pool}.{uuid7()}", **options}, undisturbed=result.choices)
 
 
-def start_node(url: str, model: Path, pool: str, name: str) -> NodeProcess:
+def start_node(url: str, model: Path, runner: str, pool: str, name: str) -> NodeProcess:
     """Start a node with a model."""
-    return NodeProcess(url, model=model, pool=pool, name=name, lease_ms=LEASE_MS, runner="native", num_kv_blocks=256)
+    return NodeProcess(url, model=model, pool=pool, name=name, lease_ms=LEASE_MS, runner=runner, num_kv_blocks=256)
 
 
 async def run_real_takeovers(
@@ -75,6 +75,7 @@ async def run_real_takeovers(
     model: Path | None = None,
     kinds: Sequence[dict[str, Any]] = KINDS,
     lanes: int = 1,
+    runner: str = "native",
 ) -> Takeovers:
     """Run until `count` kills have hit a running job of these kinds, in so many pools of two nodes each.
 
@@ -83,7 +84,10 @@ async def run_real_takeovers(
     rng, takeovers, path = random.Random(seed), Takeovers(count), model or Path(demo_model())
 
     async def run_lane(pool: str) -> None:
-        async with Lane(redis, url, pool, partial(start_node, url, path, pool)) as lane, AsyncClient(url) as client:
+        async with (
+            Lane(redis, url, pool, partial(start_node, url, path, runner, pool)) as lane,
+            AsyncClient(url) as client,
+        ):
             while takeovers.wanted:
                 takeovers.wanted -= 1
                 kind = kinds[takeovers.wanted % len(kinds)]

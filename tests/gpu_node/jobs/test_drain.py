@@ -6,7 +6,19 @@ import random
 
 import pytest
 
-from penstock.gpu_node.jobs.drain import PRIOR_PART, DrainEstimator, JobWork, StepParts, mean_part, phases
+from penstock.gpu_node.jobs.drain import (
+    FEW_OUTPUTS,
+    MAX_FEW_OUTPUTS,
+    MAX_PHASE_PROMPT_TOKENS,
+    PHASE_PROMPT_TOKENS,
+    SHORT_PROMPT_TOKENS,
+    SHORTENED,
+    DrainEstimator,
+    JobWork,
+    StepParts,
+    mean_part,
+    phases,
+)
 
 COSTS = StepParts(4.0, 1.0, 1.0)
 
@@ -20,8 +32,9 @@ def mean_of(jobs: list[JobWork]) -> float:
 
 
 def test_before_any_output_the_mean_is_assumed() -> None:
-    assert mean_part([]) == (PRIOR_PART, PRIOR_PART)
-    assert mean_part([work(0, ended=False)]) == (PRIOR_PART, PRIOR_PART)
+    assert mean_part([]) == (1, 1)
+    assert mean_part([work(0, ended=False)]) == (1, 1)
+    assert mean_part([work(0.4, ended=False)]) == pytest.approx((0.4 + 1 - 0.4 * SHORTENED, 1 - 0.4 * SHORTENED))
 
 
 def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
@@ -32,48 +45,80 @@ def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
 
 
 def test_a_running_job_counts_as_the_longer_ones_of_the_others() -> None:
-    ended = [work(part, ended=True) for part in (0.1, 0.3, 0.5)]
-    assert mean_of([*ended, work(0.2, ended=False)]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4)
+    ended = [work(part, ended=True) for part in (0.1, 0.3, 0.5)] * 100
+    running = [work(0.2, ended=False)] * 100
+    assert mean_of([*ended, *running]) == pytest.approx((0.1 + 0.3 + 0.5 + 0.4) / 4, rel=0.02)
+
+
+def test_a_first_short_answer_is_not_the_longest_of_all() -> None:
+    """The job that has come the furthest ends first; what the others have left is as unknown as before."""
+    others = [work(0.02, ended=False) for _ in range(30)]
+    assert mean_of([work(0.05, ended=True), *others]) > 0.5
+    assert mean_of([work(0.04, ended=True), work(0.05, ended=True), *others]) > 0.3
 
 
 def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
-    """The mean of the ended ones would be 0.1 at a fifth of the time, whatever the true mean of 0.5."""
+    """The mean of the ended ones would be 0.1 at a fifth of the time; what is left of the others counts as long."""
     rng = random.Random(3)
     lengths = [rng.random() for _ in range(400)]
-    for now, error in (0.2, 0.3), (0.5, 0.15), (0.8, 0.05):
+    for now, error in (0.2, 0.7), (0.5, 0.3), (0.8, 0.1):
         seen = [work(min(now, length), ended=length <= now, weight=1000) for length in lengths]
         assert mean_of(seen) == pytest.approx(0.5, rel=error)
 
 
 def test_outputs_that_are_longer_than_assumed_have_some_tokens_left() -> None:
-    short, long = [work(0.1, ended=True) for _ in range(3)], work(1.6, ended=False)
-    left = PRIOR_PART * 1.6
-    assert mean_part([*short, long]) == pytest.approx(((3 * 0.1 + 1.6 + left) / 4, left / 4))
+    short, long = [work(0.1, ended=True) for _ in range(300)], [work(1.6, ended=False)] * 100
+    left = 1.6
+    assert mean_part([*short, *long]) == pytest.approx(((3 * 0.1 + 1.6 + left) / 4, left / 4), rel=0.02)
 
 
 def test_no_output_is_assumed_beyond_the_limits_of_its_job() -> None:
-    assert mean_part([work(0.9, ended=False, most=100)]) == pytest.approx((0.9 + 0.1 * PRIOR_PART, 0.1 * PRIOR_PART))
+    assert mean_part([work(0.9, ended=False, most=100)]) == pytest.approx((1.0, 0.1))
     assert mean_part([work(1.0, ended=False, most=100)]) == (1.0, 0.0)
+
+
+def phase_ms(costs: StepParts, num_outputs: int, num_prompt: int) -> list[float]:
+    return [
+        costs.fixed_ms * outputs
+        + costs.prompt_ms * (num_prompt if seqs > 1 else SHORT_PROMPT_TOKENS)
+        + costs.decoded_ms * seqs * (outputs - 1)
+        for seqs, outputs in phases(64, num_outputs)
+    ]
 
 
 def test_the_costs_of_steps_follow_from_the_phases() -> None:
     for costs in (COSTS, StepParts(9.0, 0.03, 0.05), StepParts(0.5, 20.0, 12.0)):
-        took_ms = [
-            costs.fixed_ms * outputs + costs.prompt_ms * 4 * seqs + costs.decoded_ms * seqs * (outputs - 1)
-            for seqs, outputs in phases(64)
-        ]
-        found = StepParts.measured(took_ms, 64)
-        assert found.output_weight(32) * found.prompt_ms == pytest.approx(
-            costs.output_weight(32) * costs.prompt_ms, rel=0.25
-        )
+        for num_prompt, num_outputs in (
+            (PHASE_PROMPT_TOKENS, FEW_OUTPUTS),
+            (costs.longer_prompt(512), costs.more_outputs(64)),
+        ):
+            found = StepParts.measured(phase_ms(costs, num_outputs, num_prompt), 64, num_prompt, num_outputs)
+            assert found.output_weight(32) * found.prompt_ms == pytest.approx(
+                costs.output_weight(32) * costs.prompt_ms, rel=0.25
+            )
     assert phases(2) == ((1, 9), (2, 1), (2, 5))
     assert StepParts.measured([9.0, 2.0, 6.0], 1).fixed_ms >= 0, "a node of one sequence"
+
+
+def test_a_phase_that_other_work_delays_does_not_make_output_tokens_free() -> None:
+    took_ms = phase_ms(COSTS, FEW_OUTPUTS, PHASE_PROMPT_TOKENS)
+    took_ms[1] = took_ms[2]
+    assert StepParts.measured(took_ms, 64).decoded_ms >= COSTS.decoded_ms / 2
+
+
+def test_later_phases_take_long_enough_to_be_told_apart() -> None:
+    for costs in (COSTS, StepParts(9.0, 0.03, 0.05), StepParts(50.0, 20.0, 12.0)):
+        num_prompt, num_outputs = costs.longer_prompt(4096), costs.more_outputs(64)
+        one, prompt, both = phase_ms(costs, num_outputs, num_prompt)
+        assert both - prompt > 300 or num_outputs in (FEW_OUTPUTS, MAX_FEW_OUTPUTS)
+        assert prompt > 150 or num_prompt in (PHASE_PROMPT_TOKENS, MAX_PHASE_PROMPT_TOKENS)
+        assert one < 9 * prompt
 
 
 def test_a_cold_node_has_the_pace_of_its_steps_and_a_wide_spread() -> None:
     foreground, background = DrainEstimator().paces(COSTS, 32)
     # 1,000 units of work a second. The assumed job has 128 prompt tokens, and output tokens of 1.125 units.
-    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + PRIOR_PART * 256 * 1.125))
+    assert foreground.cost_per_s == pytest.approx(1000 * 384 / (128 + 256 * 1.125))
     assert background.cost_per_s == foreground.cost_per_s
     assert foreground.spread > 0.8
     assert DrainEstimator().paces(None, 32)[0].cost_per_s == 0.0

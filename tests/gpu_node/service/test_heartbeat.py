@@ -8,10 +8,12 @@ import threading
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import PATIENCE_S, running_node
+from redis.asyncio import Redis
 
 from penstock.gpu_node.engine import RankStats
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.service.heartbeat import RateEstimator, RecentGains, RecentRanks
+from penstock.queue import keys
 
 
 def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
@@ -83,3 +85,23 @@ async def test_node_joins_once_its_engine_has_statistics(redis_url: str, caplog:
         async with running_node(redis_url, engine, pool="silent"):
             assert telling.done()
     assert "redis is unreachable" not in caplog.text
+
+
+async def test_the_end_of_a_silent_nodes_lease_is_noticed_at_once(redis: Redis, redis_url: str) -> None:
+    lease_ms, nodes = 12_000, keys.nodes("silent")
+    async with (
+        running_node(redis_url, ReferenceEngine(), pool="silent", lease_ms=lease_ms) as node,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        first_ms = beat_ms = await redis.zscore(nodes, node.node_id)
+        while beat_ms == first_ms:
+            await asyncio.sleep(0.01)
+            beat_ms = await redis.zscore(nodes, node.node_id)
+        assert beat_ms is not None
+        # The next heartbeat comes after 2 s, and the one behind it would after 4 s.
+        ends_ms = beat_ms + 3000
+        await redis.zadd(nodes, {"dead": ends_ms - lease_ms})
+        while await redis.zscore(nodes, "dead") is not None:
+            await asyncio.sleep(0.01)
+        seconds, us = await redis.time()
+        assert 0 <= 1000 * seconds + us / 1000 - ends_ms < 600

@@ -35,7 +35,8 @@ def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str
         options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": said, "stderr": subprocess.STDOUT}
         running: subprocess.Popen[str]
         program, *words = argv
-        if forked and program == sys.executable:
+        # A fork has the libraries of its server, and so its clock.
+        if forked and program == sys.executable and "LD_PRELOAD" not in env:
             running = PythonProcess(*words, imports=CELERY_IMPORTS, new_group=True, **options)
         else:
             running = subprocess.Popen(argv, text=True, process_group=0, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -52,7 +53,8 @@ def test_leases_are_renewed_after_an_unforeseen_error(caplog: pytest.LogCaptureF
 
     app = SimpleNamespace(connection_for_read=connection)
     consumer = SimpleNamespace(app=app, task_consumer=SimpleNamespace(channel=channel))
-    thread = threading.Thread(target=task_leases.keep_leases, args=(consumer, stopped, 0.05, None))
+    times = SimpleNamespace(look=lambda client: None, now_s=time.time)
+    thread = threading.Thread(target=task_leases.keep_leases, args=(consumer, stopped, 0.05, None, times))
     with caplog.at_level(logging.ERROR):
         thread.start()
         assert channel.renewed.wait(20)

@@ -47,6 +47,19 @@ async def test_sweeps_that_follow_each_other_closely_are_skipped(queue: Queue) -
     assert await queue.ids("nodes") == {node.name}
 
 
+async def test_a_lease_that_has_just_ended_is_not_left_to_a_later_sweep(queue: Queue) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node)
+    await queue.age("nodes", "n1", LEASE_MS - 400)
+    await queue.note_sweep(0)
+    left_s = await other.broker.sweep()
+    assert left_s is not None and 0 < left_s <= 0.4
+    await asyncio.sleep(left_s)
+    left_s = await other.broker.sweep()
+    assert await queue.state(taken.job_id) == "queued"
+    assert left_s == pytest.approx(LEASE_MS / 1000, abs=1)
+
+
 async def test_reading_processes_sweep_too(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)

@@ -1,4 +1,7 @@
-"""The dense text models of Gemma 4: layers of two head sizes, shared keys, and embeddings of tokens for each layer."""
+"""The text models of Gemma 4: layers of two head sizes, shared keys, and embeddings of tokens for each layer.
+
+26B-A4B has a mixture of experts beside the MLP of each layer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     llama_model,
     rope_of,
 )
-from penstock.gpu_node.model.architecture.mlp import Activation
+from penstock.gpu_node.model.architecture.mlp import Activation, Experts, Mixture, Mlp
 from penstock.gpu_node.model.architecture.spec import Attention, Family, LayerSpec, ModelSpec, TokenGate, TokenInputs
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
@@ -64,11 +67,6 @@ def _unified(config: Config) -> ModelSpec:
     return _spec_of({**_UNIFIED_DEFAULTS, **config})
 
 
-def is_dense(config: Config) -> bool:
-    """Return whether no layer has a mixture of experts beside its MLP."""
-    return not config.get("enable_moe_block")
-
-
 def _spec_of(config: Config) -> ModelSpec:
     if config.get("use_bidirectional_attention") == "all":
         raise ConfigError("use_bidirectional_attention 'all' is not supported")
@@ -77,7 +75,7 @@ def _spec_of(config: Config) -> ModelSpec:
     num_own = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
     activation = activation_of(config, "hidden_activation", "gelu_pytorch_tanh")
     ropes = config.get("rope_parameters") or _ROPES
-    gate = _token_gate(config, activation)
+    gate, mixture = _token_gate(config, activation), _mixture(config, activation)
     made: dict[tuple[str, tuple[int, ...], int | None], LayerSpec] = {}
 
     def layer(at: int) -> LayerSpec:
@@ -87,7 +85,7 @@ def _spec_of(config: Config) -> ModelSpec:
             attention = _attention({**config, **heads}, kind, rope=ropes.get(kind) or _ROPES[kind], source=source)
             width = config["intermediate_size"] * (2 if source is not None and config.get("use_double_wide_mlp") else 1)
             mlp = llama_mlp(config, activation=activation, intermediate_size=width)
-            made[key] = llama_layer(attention, mlp, token_gate=gate, **_NORMS)
+            made[key] = llama_layer(attention, mlp, mixture=mixture, token_gate=gate, **_NORMS)
         return made[key]
 
     return llama_model(
@@ -140,6 +138,38 @@ def _attention(config: Config, kind: str, *, rope: Config, source: int | None) -
     )
 
 
+def _mixture(config: Config, activation: Activation) -> Mixture | None:
+    if not config.get("enable_moe_block"):
+        return None
+    names = "num_experts", "top_k_experts", "moe_intermediate_size"
+    if missing := [name for name in names if not config.get(name)]:
+        raise ConfigError(f"enable_moe_block is true, but {' and '.join(missing)} must be at least 1")
+    count, per_token, size = (config[name] for name in names)
+    expert, router = LAYER + "experts.{expert}.", LAYER + "router."
+    experts = Experts(
+        count,
+        per_token,
+        normalized=True,
+        router=router + "proj",
+        router_norm=router + "scale",
+        router_factor=config["hidden_size"] ** -0.5,
+        factors=router + "per_expert_scale",
+    )
+    mlp = Mlp(
+        intermediate_size=size,
+        activation=activation,
+        experts=experts,
+        mlp_in=(expert + "gate_proj", expert + "up_proj"),
+        mlp_out=expert + "down_proj",
+    )
+    return Mixture(
+        mlp=mlp,
+        norm=LAYER + "pre_feedforward_layernorm_2",
+        output_norm=LAYER + "post_feedforward_layernorm_2",
+        dense_norm=LAYER + "post_feedforward_layernorm_1",
+    )
+
+
 def _token_gate(config: Config, activation: Activation) -> TokenGate | None:
     if not config["hidden_size_per_layer_input"]:
         return None
@@ -162,8 +192,8 @@ def _token_inputs(config: Config) -> TokenInputs | None:
 
 
 FAMILIES = (
-    Family("Gemma4ForCausalLM", _gemma4, is_for=is_dense),
-    Family("Gemma4ForConditionalGeneration", _gemma4, has_text_config=True, is_for=is_dense),
+    Family("Gemma4ForCausalLM", _gemma4),
+    Family("Gemma4ForConditionalGeneration", _gemma4, has_text_config=True),
     Family("Gemma4UnifiedForCausalLM", _unified),
     Family("Gemma4UnifiedForConditionalGeneration", _unified, has_text_config=True),
 )

@@ -1,8 +1,10 @@
-"""compressed-tensors, which llm-compressor writes: float8, int8, or integers packed into 32-bit words.
+"""compressed-tensors, which llm-compressor writes: float8, int8, NVFP4, or integers packed into 32-bit words.
 
 `float-quantized` and `int-quantized` store an unpacked `weight`; `naive-quantized` stores either kind.
 `pack-quantized` stores `weight_packed` [outputs, inputs / n] with an offset that makes numbers nonnegative,
 `weight_shape`, zeros packed along the outputs, and with `actorder` the group of each input, `weight_g_idx`.
+`nvfp4-pack-quantized` stores two numbers of four bits in a byte of `weight_packed`, a float8 `weight_scale` for each 16
+columns, and `weight_global_scale`, by which these scales are divided.
 `weight_scale` has one scale per matrix, per output, per group of inputs, or per block.
 https://github.com/vllm-project/compressed-tensors
 """
@@ -15,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint.methods.float4 import read_float4
 from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, read_float8, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
 from penstock.gpu_node.model.checkpoint.stored_kinds import FindStored, ReadScaled
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_FLOAT4 = "nvfp4-pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _FLOAT4)
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
@@ -44,6 +48,8 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:
         parts = Parts(name, find)
+        if format_name == _FLOAT4:
+            return read_float4(parts, "weight_packed", "weight_global_scale", is_divisor=True)
         return _read_packed(parts) or _read_int8(parts) or read_float8(parts, block)
 
     return read

@@ -71,9 +71,15 @@ enum Vector {
   kMlpSumNorm = 35,
   kMlpSumNormBias = 36,
   kHeadGates = 37,
+  kExpertNorm = 38,
+  kExpertOutputNorm = 39,
+  kDenseOutputNorm = 40,
+  kRouterNorm = 41,
+  kExpertFactors = 42,
+  kQueryFactors = 43,
 };
 
-// `layer`: for kCos and kSin the index of the RoPE table.
+// `layer`: for kCos, kSin and kQueryFactors the index of the table.
 Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
   switch (which) {
     case kAttentionNorm:
@@ -148,6 +154,18 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.layers[layer].mlp_sum_norm.weight;
     case kMlpSumNormBias:
       return weights.layers[layer].mlp_sum_norm.bias;
+    case kExpertNorm:
+      return weights.layers[layer].expert_norm.weight;
+    case kExpertOutputNorm:
+      return weights.layers[layer].expert_output_norm.weight;
+    case kDenseOutputNorm:
+      return weights.layers[layer].dense_output_norm.weight;
+    case kRouterNorm:
+      return weights.layers[layer].router_norm.weight;
+    case kExpertFactors:
+      return weights.layers[layer].expert_factors;
+    case kQueryFactors:
+      return weights.positions.query_factors[layer];
     case kFinalGains:
       return weights.final_gains;
     default:

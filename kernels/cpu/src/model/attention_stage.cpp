@@ -315,6 +315,9 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
     const float* unprepared = buffers_.qkv.row(token) + query * layer.spec.query_stride();
     prepare_head(layer, unprepared, layer.q_norm, position, inputs.queries + r * dim);
+    if (layer.spec.query_growth > 0) {
+      scale_values(positions_.query_factors[layer.spec.query_growth - 1][position], dim, inputs.queries + r * dim);
+    }
   }
   const Context context = context_of(tile, layer, head);
   return {.queries = inputs.queries,

@@ -16,8 +16,8 @@ float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
 void ExpertStage::prepare(const Layer& layer, int rows) {
   const int entries = rows * layer.spec.entries_per_token();
-  input_.rows.prepare(entries, layer.matrix(Slot::kMlpIn));
-  gated_input_.rows.prepare(entries, layer.matrix(Slot::kMlpOut));
+  input_.rows.prepare(entries, layer.matrix(layer.expert_in()));
+  gated_input_.rows.prepare(entries, layer.matrix(layer.expert_out()));
   for (Input* input : {&input_, &gated_input_}) {
     input->rows.tiling().reserve(entries);
     input->groups.reserve(layer.spec.all_experts());
@@ -25,6 +25,7 @@ void ExpertStage::prepare(const Layer& layer, int rows) {
   normed_.reserve(rows);
   if (group_.is_alone()) gated_.reserve(entries);
   outputs_.reserve(entries);
+  if (layer.spec.has_mixture()) sums_.reserve(rows);
   ends_.reserve(layer.spec.all_experts());
   if ((int)choices_.size() >= entries) return;
   choices_.resize(entries);
@@ -33,7 +34,7 @@ void ExpertStage::prepare(const Layer& layer, int rows) {
 }
 
 void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>& tokens) {
-  const Matrix &in = layer.matrix(Slot::kMlpIn), &out = layer.matrix(Slot::kMlpOut);
+  const Matrix &in = layer.matrix(layer.expert_in()), &out = layer.matrix(layer.expert_out());
   const int rows = (int)tokens.size(), entries = rows * layer.spec.entries_per_token();
   worker.for_each(rows, [&](int i) { route(layer, buffers_.hidden.row(tokens[i]), i); });
   if (worker.leads()) {
@@ -43,27 +44,36 @@ void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>
   }
   worker.for_each(0, [](int) {});  // the other threads wait at this barrier
   worker.for_each(entries, [&](int i) { input_.rows.set_row(i, normed_.row(rows_[i])); });
-  multiply_groups(worker, input_, layer, Slot::kMlpIn, [&](int first, int count, int panel, const float* inner) {
-    for (int r = 0; r < count; ++r) activate(layer.spec, inner + r * kPanel, panel, gated_.row(first + r));
+  const int size = layer.spec.expert_size();
+  multiply_groups(worker, input_, layer, layer.expert_in(), [&](int first, int count, int panel, const float* inner) {
+    for (int r = 0; r < count; ++r) activate(layer.spec, size, inner + r * kPanel, panel, gated_.row(first + r));
   });
   group_.meet(worker);
   worker.for_each(entries, [&](int i) { gated_input_.rows.set_row(i, gated_.row(i)); });
-  multiply_groups(worker, gated_input_, layer, Slot::kMlpOut,
+  multiply_groups(worker, gated_input_, layer, layer.expert_out(),
                   [&](int first, int count, int panel, const float* product) {
                     for (int r = 0; r < count; ++r) {
                       std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
                     }
                   });
-  worker.for_each(rows, [&](int i) { add_outputs(layer, i, buffers_.hidden.row(tokens[i])); });
+  worker.for_each(rows, [&](int i) {
+    if (layer.spec.has_mixture()) {
+      keep_outputs(layer, i);
+    } else {
+      add_outputs(layer, i, spec_.residual_scale, buffers_.hidden.row(tokens[i]));
+    }
+  });
 }
 
 void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
   const int count = layer.spec.num_experts, per_token = layer.spec.experts_per_token, columns = normed_.stride();
-  std::copy_n(layer.mlp_norm.apply(hidden).values, columns, normed_.row(row));
+  const Norm& norm = layer.spec.has_mixture() ? layer.expert_norm : layer.mlp_norm;
+  std::copy_n(norm.apply(hidden).values, columns, normed_.row(row));
+  const float* read = layer.router_norm.is_present() ? layer.router_norm.apply(hidden).values : normed_.row(row);
   thread_local std::vector<float> shares;
   shares.resize(count);
   for (int e = 0; e < count; ++e) {
-    shares[e] = score(layer.router.data() + (size_t)e * columns, row);
+    shares[e] = score(layer.router.data() + (size_t)e * columns, read);
     if (layer.router_bias.count()) shares[e] += layer.router_bias[e];
   }
   float total = 0;
@@ -94,18 +104,17 @@ void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
     } else {
       chosen[k].weight *= layer.spec.expert_scale;
     }
+    if (layer.expert_factors.count()) chosen[k].weight *= layer.expert_factors[chosen[k].expert];
   }
   if (layer.spec.shared_experts == 0) return;
-  const float weight = layer.shared_gate.count() ? sigmoid(score(layer.shared_gate.data(), row)) : 1.f;
+  const float weight = layer.shared_gate.count() ? sigmoid(score(layer.shared_gate.data(), normed_.row(row))) : 1.f;
   for (int k = 0; k < layer.spec.shared_experts; ++k) chosen[per_token + k] = {count + k, weight};
 }
 
-// The product of a normed row with a vector.
-float ExpertStage::score(const float* weights, int row) const {
+// The product of a normed hidden state with a vector.
+float ExpertStage::score(const float* weights, const float* input) const {
   Floats products = zeros();
-  for (int c = 0; c < normed_.stride(); c += kLanes) {
-    products = fma(load(normed_.row(row) + c), load(weights + c), products);
-  }
+  for (int c = 0; c < normed_.stride(); c += kLanes) products = fma(load(input + c), load(weights + c), products);
   return sum(products);
 }
 
@@ -155,12 +164,19 @@ void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Laye
   });
 }
 
-void ExpertStage::add_outputs(const Layer& layer, int row, float* sum) const {
+void ExpertStage::keep_outputs(const Layer& layer, int row) const {
+  float* sum = sums_.row(row);
+  std::fill_n(sum, sums_.stride(), 0.f);
+  add_outputs(layer, row, 1, sum);
+  std::copy_n(layer.expert_output_norm.apply(sum).values, sums_.stride(), sum);
+}
+
+void ExpertStage::add_outputs(const Layer& layer, int row, float scale, float* sum) const {
   const Span own = share_.hidden();
   const int count = layer.spec.entries_per_token();
   for (int k = 0; k < count; ++k) {
     const size_t choice = (size_t)row * count + k;
-    const float weight = choices_[choice].weight * spec_.residual_scale;
+    const float weight = choices_[choice].weight * scale;
     add_scaled(outputs_.row(entries_[choice]) + own.begin, weight, own.count(), sum + own.begin);
   }
 }

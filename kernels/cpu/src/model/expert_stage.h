@@ -4,6 +4,8 @@
 // Each chosen expert of a row is an entry. The entries are sorted by expert, so that the panels of an expert's matrices
 // are read once for all of its rows. An output depends only on its own row, as in `multiply`, and a row adds its
 // outputs in the order of its choices. Its bits therefore do not depend on the batch.
+//
+// A mixture beside the layer's MLP is computed before that. Its normed outputs are kept, and the MLP adds both.
 #pragma once
 #include <vector>
 
@@ -27,8 +29,9 @@ class ExpertStage {
         most_per_token_(largest_of_layers(spec, layers, [](const LayerSpec& one) { return one.entries_per_token(); })),
         normed_(spec.hidden),
         gated_(largest_of_layers(spec, layers,
-                                 [](const LayerSpec& one) { return one.num_experts > 0 ? one.intermediate : 0; })),
-        outputs_(spec.hidden) {}
+                                 [](const LayerSpec& one) { return one.num_experts > 0 ? one.expert_size() : 0; })),
+        outputs_(spec.hidden),
+        sums_(spec.hidden) {}
 
   // Places the rows that the ranks share, for `rows` rows of a layer: none if no layer has experts.
   void place(Arena& arena, int rows) {
@@ -37,8 +40,10 @@ class ExpertStage {
 
   // Reserves memory for `rows` rows of a layer.
   void prepare(const Layer& layer, int rows);
-  // Adds the output of the MLP to the hidden state. `tokens`: the token of each row.
+  // Adds the output of the MLP to the hidden state, or keeps that of a mixture beside it. `tokens`: the token of each row.
   void run(Worker& worker, const Layer& layer, const std::vector<int>& tokens);
+  // The outputs that were kept, by row.
+  const RowBuffer& kept() const { return sums_; }
 
  private:
   struct Choice {
@@ -57,7 +62,7 @@ class ExpertStage {
 
   // Chooses the experts of a row, best first.
   void route(const Layer& layer, const float* hidden, int row);
-  float score(const float* weights, int row) const;
+  float score(const float* weights, const float* input) const;
   // Sorts the entries by expert.
   void sort(const Layer& layer, int rows);
   // Cuts an input into tiles by expert. The entries must be sorted.
@@ -66,7 +71,8 @@ class ExpertStage {
   // panels of each expert counted from 0.
   template <class Finish>
   void multiply_groups(Worker& worker, const Input& input, const Layer& layer, Slot slot, const Finish& finish) const;
-  void add_outputs(const Layer& layer, int row, float* sum) const;
+  void add_outputs(const Layer& layer, int row, float scale, float* sum) const;
+  void keep_outputs(const Layer& layer, int row) const;
 
   const Spec& spec_;
   const Share& share_;
@@ -76,6 +82,7 @@ class ExpertStage {
   Input input_, gated_input_;
   RowBuffer normed_;             // by row
   RowBuffer gated_, outputs_;    // by entry
+  RowBuffer sums_;               // by row: the normed outputs of a mixture beside the MLP
   std::vector<Choice> choices_;  // [rows][entries of a token]: the chosen experts, then those that every token has.
   std::vector<int> rows_;        // by entry: its row.
   std::vector<int> entries_;     // by choice: its entry.

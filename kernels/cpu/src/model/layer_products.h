@@ -42,6 +42,10 @@ class LayerProducts {
   // that. `norm` norms the products if it is present; the sum is then multiplied by `factor`.
   template <class Read>
   void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm, float factor = 1.f);
+  // As `add`, for a norm that is present. `settle(row, products)` changes the products of a row before they are normed.
+  template <class Read, class Settle>
+  void add_normed(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm, float factor,
+                  const Settle& settle);
 
  private:
   // Inputs of a layer's matrices: the normed hidden state, the output of the attention, the gated product.
@@ -100,28 +104,33 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
 template <class Read>
 void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm,
                         float factor) {
+  if (norm.is_present()) return add_normed(worker, layer, slot, read, norm, factor, [](int, float*) {});
   const float scale = spec_.residual_scale;
-  if (norm.is_present()) {
-    run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
-      for (int r = 0; r < count; ++r) {
-        std::copy_n(out + r * kPanel, kPanel, buffers_.outputs.row(first + r) + panel * kPanel);
-      }
-    });
-    group_.meet(worker);
-    const Span own = share_.hidden();
-    worker.for_each((int)tokens_.size(), [&](int i) {
-      const float* normed = norm.apply(buffers_.outputs.row(i)).values;
-      float* sum = buffers_.hidden.row(tokens_[i]) + own.begin;
-      add_scaled(normed + own.begin, scale, own.count(), sum);
-      if (factor == 1) return;
-      for (int c = 0; c < own.count(); c += kLanes) store(sum + c, load(sum + c) * broadcast(factor));
-    });
-    return;
-  }
   run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
       add_scaled(out + r * kPanel, scale, kPanel, buffers_.hidden.row(tokens_[first + r]) + panel * kPanel);
     }
+  });
+}
+
+template <class Read, class Settle>
+void LayerProducts::add_normed(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm,
+                               float factor, const Settle& settle) {
+  const float scale = spec_.residual_scale;
+  run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) {
+      std::copy_n(out + r * kPanel, kPanel, buffers_.outputs.row(first + r) + panel * kPanel);
+    }
+  });
+  group_.meet(worker);
+  const Span own = share_.hidden();
+  worker.for_each((int)tokens_.size(), [&](int i) {
+    settle(i, buffers_.outputs.row(i));
+    const float* normed = norm.apply(buffers_.outputs.row(i)).values;
+    float* sum = buffers_.hidden.row(tokens_[i]) + own.begin;
+    add_scaled(normed + own.begin, scale, own.count(), sum);
+    if (factor == 1) return;
+    for (int c = 0; c < own.count(); c += kLanes) store(sum + c, load(sum + c) * broadcast(factor));
   });
 }
 

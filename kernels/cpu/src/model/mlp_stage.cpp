@@ -4,17 +4,24 @@
 
 namespace penstock {
 
-void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) const {
+void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products, const RowBuffer* mixed) const {
   const auto normed = [&](int i) { return layer.mlp_norm.apply(buffers_.hidden.row(products.tokens()[i])).values; };
   products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
-    for (int r = 0; r < count; ++r) activate(layer.spec, out + r * kPanel, panel, buffers_.gated.row(first + r));
+    for (int r = 0; r < count; ++r) {
+      activate(layer.spec, layer.spec.intermediate, out + r * kPanel, panel, buffers_.gated.row(first + r));
+    }
   });
   group_.meet(worker);
   const HadamardRotation* rotation = weights_.gated_rotation(layer);
   const auto gated = [&](int i) { return gated_row(layer, rotation, i); };
   // What a token's own embedding adds comes later.
   const bool is_last = !layer.token_norm.is_present();
-  products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm, is_last ? layer.output_factor() : 1.f);
+  const float factor = is_last ? layer.output_factor() : 1.f;
+  if (!mixed) return products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm, factor);
+  products.add_normed(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm, factor, [&](int i, float* row) {
+    std::copy_n(layer.dense_output_norm.apply(row).values, mixed->stride(), row);
+    add_scaled(mixed->row(i), 1, mixed->stride(), row);
+  });
 }
 
 namespace {
@@ -42,7 +49,7 @@ Floats activated(Activation kind, Floats x) {
   }
 }
 
-void activate(const LayerSpec& spec, const float* inner, int panel, float* row) {
+void activate(const LayerSpec& spec, int size, const float* inner, int panel, float* row) {
   const auto kind = (Activation)spec.activation;
   if (spec.is_gated) {
     const Floats up = load(inner + kLanes);
@@ -51,7 +58,7 @@ void activate(const LayerSpec& spec, const float* inner, int panel, float* row) 
     Floats gated = spec.gate_limit > 0 ? clamped_gate(spec, gate, up) : activated(kind, gate) * up;
     if (spec.mlp_factor != 1) gated = gated * broadcast(spec.mlp_factor);
     store(row + panel * kLanes, gated);
-    const int panels = spec.inner_panels();
+    const int panels = spec.inner_panels(size);
     if (panel + 1 == panels && panels % 2) store(row + panels * kLanes, zeros());
   } else {
     for (int j = 0; j < kPanel; j += kLanes) {

@@ -58,8 +58,10 @@ std::vector<int32_t> Model::rank_panels(int layer, Slot slot) const {
   const bool is_table = slot == Slot::kEmbedding || slot == Slot::kHead;
   const PanelSet& own = is_table ? share_.head_panels() : share_.panels(layer, slot);
   const LayerSpec& spec = weights_.layers[layer].spec;
-  const bool is_of_expert = spec.num_experts > 0 && (slot == Slot::kMlpIn || slot == Slot::kMlpOut);
-  const int outputs = slot == Slot::kMlpIn ? spec.inner_panels() : (spec_.hidden + kPanel - 1) / kPanel;
+  const Layer& own_layer = weights_.layers[layer];
+  const bool is_of_expert = spec.num_experts > 0 && (slot == own_layer.expert_in() || slot == own_layer.expert_out());
+  const int outputs =
+      slot == own_layer.expert_in() ? spec.inner_panels(spec.expert_size()) : (spec_.hidden + kPanel - 1) / kPanel;
   std::vector<int32_t> panels;
   for (int expert = 0; expert < (is_of_expert ? spec.all_experts() : 1); ++expert) {
     for (int i = 0; i < own.count(); ++i) panels.push_back(expert * outputs + own.at(i));
@@ -118,9 +120,8 @@ void Model::prepare() {
       later.prepare(layer, Slot::kOut);
       if (layer.spec.has_two_mixers()) later.prepare(layer, Slot::kMixerOut);
     }
-    if (layer.spec.num_experts > 0) {
-      experts_.prepare(layer, (int)later.tokens().size());
-    } else if (layer.spec.has_mlp()) {
+    if (layer.spec.num_experts > 0) experts_.prepare(layer, (int)later.tokens().size());
+    if (layer.spec.has_mlp() && (layer.spec.num_experts == 0 || layer.spec.has_mixture())) {
       later.prepare(layer, Slot::kMlpIn);
       later.prepare(layer, Slot::kMlpOut);
     }
@@ -239,11 +240,9 @@ void Model::norm_sums(Worker& worker, const Norm& norm, const LayerProducts& pro
 }
 
 void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products) {
-  if (layer.spec.num_experts > 0) {
-    experts_.run(worker, layer, products.tokens());
-  } else {
-    mlp_.run(worker, layer, products);
-  }
+  if (layer.spec.num_experts > 0) experts_.run(worker, layer, products.tokens());
+  if (layer.spec.has_mixture()) return mlp_.run(worker, layer, products, &experts_.kept());
+  if (layer.spec.num_experts == 0) mlp_.run(worker, layer, products, nullptr);
 }
 
 }  // namespace penstock

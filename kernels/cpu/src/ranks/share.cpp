@@ -35,8 +35,12 @@ Share::LayerShare Share::share_of(const Spec& spec, const LayerSpec& layer) {
   LayerShare share;
   const auto panels_of = [&share](Slot slot) -> PanelSet& { return share.panels[(int)slot]; };
   if (layer.has_mlp()) {
-    panels_of(Slot::kMlpIn).add(part_of(spec, layer.inner_panels()));
+    panels_of(Slot::kMlpIn).add(part_of(spec, layer.inner_panels(layer.intermediate)));
     panels_of(Slot::kMlpOut).add(part_of(spec, panels_for(spec.hidden)));
+  }
+  if (layer.has_mixture()) {
+    panels_of(Slot::kExpertIn).add(part_of(spec, layer.inner_panels(layer.expert_intermediate)));
+    panels_of(Slot::kExpertOut).add(part_of(spec, panels_for(spec.hidden)));
   }
   if (layer.recurs()) {
     // A model with recurrent layers has one rank.

@@ -34,6 +34,7 @@ DecoderWeights::DecoderWeights(const Spec& spec, const LayerSpec* layers)
       hidden_(spec.hidden),
       hidden_rotation_(is_rotated_ ? spec.hidden : 1) {
   positions.ropes.resize(spec.num_ropes);
+  positions.query_factors.resize(spec.num_query_growths);
   this->layers.reserve(spec.num_layers);
   for (int i = 0; i < spec.num_layers; ++i) {
     this->layers.emplace_back(spec, layers[i], i);

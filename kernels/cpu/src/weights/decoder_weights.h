@@ -45,11 +45,13 @@ enum class Slot : int {
   kTokenGate = 4,
   kTokenOut = 5,
   kMixerOut = 6,
-  kEmbedding = 7,
-  kHead = 8,
-  kTokenInputs = 9
+  kExpertIn = 7,
+  kExpertOut = 8,
+  kEmbedding = 9,
+  kHead = 10,
+  kTokenInputs = 11
 };
-constexpr int kLayerSlots = 7;
+constexpr int kLayerSlots = 9;
 
 // The small tensors of a recurrent mixer, as penstock.gpu_node.model.checkpoint.recurrences describes them.
 struct RecurrentWeights {
@@ -68,6 +70,9 @@ struct Layer {
   Norm attention_output_norm, mlp_output_norm;
   Norm token_norm;  // of what a token's own embedding adds
   Norm attention_sum_norm, mlp_sum_norm;
+  // Of a mixture beside the MLP: of its input, of its output, and of the MLP's output before both are added.
+  Norm expert_norm, expert_output_norm, dense_output_norm;
+  Norm router_norm;
   Buffer<float> output_scale;    // one number, or empty: the factor of the hidden state behind the layer
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Buffer<float> sinks;           // [num_heads], or empty: a score of each head that has no value
@@ -76,9 +81,10 @@ struct Layer {
   Buffer<float> router_bias;     // [num_experts], or empty: added to scores
   Buffer<float> choice_bias;     // [num_experts], or empty: added to shares to choose experts
   Buffer<float> shared_gate;     // [hidden, padded], or empty: of the weight of the experts that every token has
+  Buffer<float> expert_factors;  // [num_experts], or empty: factors of the weights of chosen experts
   RecurrentWeights recurrent;
   // By slot; a layer without attention or MLP leaves theirs empty. Rows of kQkv: queries, keys, values, then a recurrent mixer's
-  // inputs. kMixerOut: the second matrix of a recurrent mixer that stands beside attention. Rows of kMlpIn: gate and up projections, interleaved by half panels,
+  // inputs. kExpertIn and kExpertOut: those of a mixture beside the MLP. kMixerOut: the second matrix of a recurrent mixer that stands beside attention. Rows of kMlpIn: gate and up projections, interleaved by half panels,
   // if the MLP is gated. The rows of all experts' matrices follow one another.
   std::array<Matrix, kLayerSlots> matrices;
 
@@ -91,11 +97,19 @@ struct Layer {
         mlp_output_norm(model, spec.has_mlp_output_norm),
         token_norm(model, model.token_size > 0),
         attention_sum_norm(model, spec.has_attention_sum_norm),
-        mlp_sum_norm(model, spec.has_mlp_sum_norm) {}
+        mlp_sum_norm(model, spec.has_mlp_sum_norm),
+        expert_norm(model, spec.has_mixture()),
+        expert_output_norm(model, spec.has_mixture()),
+        dense_output_norm(model, spec.has_mixture()),
+        router_norm(model, spec.has_router_norm) {}
 
   // The layer whose keys and values it reads.
   int keys_of() const { return spec.source > 0 ? spec.source - 1 : index; }
   float output_factor() const { return output_scale.count() ? output_scale[0] : 1.f; }
+
+  // The matrices of experts.
+  Slot expert_in() const { return spec.has_mixture() ? Slot::kExpertIn : Slot::kMlpIn; }
+  Slot expert_out() const { return spec.has_mixture() ? Slot::kExpertOut : Slot::kMlpOut; }
 
   Matrix& matrix(Slot slot) { return matrices[(int)slot]; }
   const Matrix& matrix(Slot slot) const { return matrices[(int)slot]; }
@@ -107,6 +121,7 @@ struct RopeTable {
 
 struct PositionTables {
   std::vector<RopeTable> ropes;
+  std::vector<Buffer<float>> query_factors;  // [max_position] each
   Buffer<float> embeddings;  // [max_position][hidden, padded to whole panels], or empty: added to those of tokens
   Buffer<float> biases;      // [num_heads, max_position rounded up to whole chunks], for layers with position biases
 };

@@ -28,6 +28,7 @@ struct Spec {
   int32_t is_encoder;
   int32_t has_final_norm;      // behind the last layer
   int32_t has_embedding_norm;  // of the sum of a token's embeddings, before the first layer
+  int32_t num_query_growths;   // tables of factors of queries by position; each layer has one of them or none.
 
   int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
@@ -75,8 +76,14 @@ struct LayerSpec {
   // Factors of what the heads of the attention return, of a recurrent mixer's outputs, of a state space's gates and
   // durations, of an MLP's gate before its activation, and of its outputs.
   float attention_factor, mixer_factor, state_gate_factor, duration_factor, gate_factor, mlp_factor;
+  int32_t query_growth;  // 1 + the index of the table of factors of queries; 0: they have none.
+  // Of each expert of a mixture beside the MLP, whose outputs are normed and added to the MLP's; 0: experts are the MLP.
+  int32_t expert_intermediate;
+  int32_t has_router_norm;  // whether the router reads the hidden state through a norm of its own
 
   int all_experts() const { return num_experts + shared_experts; }
+  bool has_mixture() const { return expert_intermediate > 0; }  // beside the MLP
+  int expert_size() const { return has_mixture() ? expert_intermediate : intermediate; }
   // Experts that are computed for a token.
   int entries_per_token() const { return experts_per_token + shared_experts; }
   bool attends() const { return num_heads > 0; }
@@ -114,8 +121,8 @@ struct LayerSpec {
   }
   bool has_output_norms() const { return has_attention_output_norm || has_mlp_output_norm; }
   int group() const { return num_heads / num_kv_heads; }
-  // The panels of the MLP's first matrix, or of an expert's.
-  int inner_panels() const { return ((is_gated ? 2 : 1) * intermediate + 31) / 32; }
+  // The panels of the first matrix of an MLP or an expert with so many channels inside.
+  int inner_panels(int size) const { return ((is_gated ? 2 : 1) * size + 31) / 32; }
 };
 
 // The largest of what `number` returns for each layer; 0 without layers.

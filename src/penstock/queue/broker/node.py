@@ -427,9 +427,12 @@ class NodeBroker:
         is_open = [state in (b"queued", b"running") for state in answers[::2]]
         return [length if opened else None for opened, length in zip(is_open, answers[1::2], strict=True)]
 
-    async def sweep(self) -> None:
-        """Sweep the pool for dead nodes and due jobs; the script limits how often it runs."""
-        await sweep(self._redis, self._pool, self._clocks)
+    async def sweep(self) -> float | None:
+        """Sweep the pool for dead nodes and due jobs; the script limits how often it runs.
+
+        Return the seconds until the lease of the longest silent node ends, None if they are unknown.
+        """
+        return await sweep(self._redis, self._pool, self._clocks)
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)

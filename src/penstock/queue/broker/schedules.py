@@ -42,6 +42,11 @@ NEVER_MS = -1
 """In place of a time: no gateway looks at the schedule any more."""
 
 
+def schedules_of(tenant: str) -> str:
+    """Zset: the tenant's schedules, by their order."""
+    return f"{SCHEDULES}:tenant:{tenant}"
+
+
 class ScheduleStore:
     """The schedules in Redis. Raises UnavailableError when Redis is unreachable."""
 
@@ -62,7 +67,7 @@ class ScheduleStore:
     async def of(self, tenant: str) -> list[Schedule]:
         """Return a tenant's schedules, oldest first. A damaged one is left out."""
         with translated():
-            ids = await self._redis.zrange(f"{SCHEDULES}:tenant:{tenant}", 0, -1)
+            ids = await self._redis.zrange(schedules_of(tenant), 0, -1)
             async with self._redis.pipeline(transaction=False) as pipe:
                 for one in ids:
                     pipe.hgetall(f"{SCHEDULES}:schedule:{one.decode(errors='replace')}")

@@ -145,10 +145,11 @@ async def cancel(redis: Redis, job_id: str, tenant: str) -> str:
     return cast(bytes, state).decode()
 
 
-async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> None:
+async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> float | None:
     """Find dead nodes and due jobs, and log the dead nodes. The script limits how often it runs.
 
-    `clocks` tell it the pool's time if Redis's clock has jumped, and learn it otherwise.
+    `clocks` tell it the pool's time if Redis's clock has jumped, and learn it otherwise. Return the seconds until the
+    lease of the longest silent node ends, None if there is no node.
     """
     kind, now_ms, *found = await call(redis, "sweep", pool, clocks.seen_ms(pool))
     if now_ms:
@@ -156,10 +157,11 @@ async def sweep(redis: Redis, pool: str, clocks: PoolClocks) -> None:
     if kind == b"RESET" and found[0]:
         _LOG.warning("redis's clock has jumped", extra={"pool": pool, "jump_ms": int(found[0])})
     if kind == b"OK":
-        lost, num_requeued, ended = found
+        lost, num_requeued, ended, _ = found
         log_ends(ended)
         if lost:
             # Only the process that found them logs them, because Redis keeps no trace of these nodes.
             node_ids = [node_id.decode() for node_id in lost]
             facts = {"pool": pool, "node_ids": node_ids, "num_requeued": num_requeued, "num_ended": len(ended)}
             _LOG.warning("nodes are lost", extra=facts)
+    return int(found[-1]) / 1e3 if kind != b"RESET" and int(found[-1]) >= 0 else None

@@ -6,15 +6,25 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import astuple
 from typing import Any, cast
 
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, RequestError
-from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
+from penstock.contract.usage import (
+    MAX_PAGE_ROWS,
+    Periods,
+    PeriodUsage,
+    TenantHoldings,
+    UsagePage,
+    UsageQuery,
+    periods_of,
+)
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
+from penstock.queue.broker.schedules import schedules_of
 from penstock.queue.record_fields import sums_of, unless_wrong_type, whole
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
@@ -53,6 +63,7 @@ class UsageBroker:
         periods = periods_of(query, now_s)
         if unknown := sorted((query.pools or frozenset()).difference(pools)):
             raise NotFoundError(f"no pool {unknown[0][:MAX_SHOWN]!r} exists", code="pool_not_found", param="pool")
+        holdings = None if query.tenant is None else await self._holdings(query.tenant, pools)
         rows: list[PeriodUsage] = []
         last: Position | None = None
         for number, pool in _hashes(periods, pools, query, begin):
@@ -61,12 +72,12 @@ class UsageBroker:
             for at in range(0, len(owners), _ROWS_AT_ONCE):
                 for owner in owners[at : at + _ROWS_AT_ONCE]:
                     if len(rows) == limit:
-                        return UsagePage(rows, periods, ":".join(map(str, last or ())))
+                        return UsagePage(rows, periods, ":".join(map(str, last or ())), holdings)
                     used = (counts[owner].get(counter, 0) for counter in _COUNTERS)
                     rows.append(PeriodUsage(periods.start_of(number), periods.by, pool, *owner, *used))
                     last = (number, pool, *owner)
                 await asyncio.sleep(0)
-        return UsagePage(rows, periods, None)
+        return UsagePage(rows, periods, None, holdings)
 
     async def per_owner(self, query: UsageQuery) -> dict[Owner, list[int]]:
         """Return the sums of jobs and of prompt, completion and cached tokens over the whole report, by owner."""
@@ -84,6 +95,17 @@ class UsageBroker:
                 for tenant, num_bytes in sums_of(kept).items():
                     sums[tenant] += num_bytes
         return dict(sums)
+
+    async def _holdings(self, tenant: str, pools: Sequence[str]) -> TenantHoldings:
+        redis, files = self._redis, keys.prefix(keys.FILES)
+        of_files = [f"{files}:{name}" for name in ("num_open", "rows_left")]
+        of_pools = [keys.concurrency_keys(pool, tenant) for pool in pools]
+        with translated():
+            schedules: int = await unless_wrong_type(0, redis.zcard, schedules_of(tenant))
+            found = await asyncio.gather(*(unless_wrong_type(None, redis.hget, name, tenant) for name in of_files))
+            counts: list[int] = await asyncio.gather(*(unless_wrong_type(0, redis.scard, name) for name in of_pools))
+        batches, rows = map(whole, found)
+        return TenantHoldings(schedules, batches, rows, max(counts, default=0))
 
     async def _counts(self, query: UsageQuery, pool: str, number: int) -> dict[Owner, dict[str, int]]:
         """Return the counters of each owner in one pool and period that matches the query."""
@@ -133,11 +155,17 @@ def merged(pages: Sequence[UsagePage], limit: int) -> UsagePage:
     # Each of them was read up to its last row, which is the last one of all if no row follows it.
     ends = [page.rows[-1] for page in pages if page.next_after is not None]
     shown = [row for row in rows if not ends or row <= min(ends)][:limit]
-    periods = pages[0].periods
+    periods, holdings = pages[0].periods, _merged_holdings([page.holdings for page in pages if page.holdings])
     if len(shown) == len(rows) and not ends:
-        return UsagePage(shown, periods, None)
+        return UsagePage(shown, periods, None, holdings)
     last = shown[-1]
-    return UsagePage(shown, periods, f"{periods.number_of(last.start)}:{last.pool}:{last.tenant}:{last.account}")
+    next_after = f"{periods.number_of(last.start)}:{last.pool}:{last.tenant}:{last.account}"
+    return UsagePage(shown, periods, next_after, holdings)
+
+
+def _merged_holdings(found: Sequence[TenantHoldings]) -> TenantHoldings | None:
+    """Return those of all servers. Schedules and batches are in one of them, and keys count in each pool."""
+    return TenantHoldings(*(max(values) for values in zip(*map(astuple, found), strict=True))) if found else None
 
 
 def _hashes(periods: Periods, pools: list[str], query: UsageQuery, begin: Position | None) -> Iterator[tuple[int, str]]:

@@ -1,26 +1,37 @@
 -- sweep: find nodes without a heartbeat, requeue their jobs, end jobs past their deadline and those whose callers wait no
 -- longer for the end of a pause, and queue delayed jobs that are due. Every process calls it; it runs at most once per
--- lease_ms / 15.
+-- lease_ms / 15, and as soon as a silent node's lease has ended.
 -- If the last run is missing, too old or in the future, Redis was unreachable or its clock jumped, and heartbeats may
 -- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now, and corrects the
 -- pool's clock (RESET): it goes on from what the caller knows. A caller that knows nothing first waits for one that does
 -- (asked_ms of P:config, in Redis's time). After a third of a lease it takes Redis's clock, but none before the last run.
 -- ARGV: seen_ms: the pool's time as the caller knows it, 0 if it does not
--- Answer: {SKIPPED, the pool's time, 0 if it is in doubt} | {RESET, time, jump}
---   | {OK, time, {lost node, …}, jobs requeued, {{id, tenant, state, code} of an ended job, …}}
--- jump: by how many ms Redis's clock has jumped; 0 if it has not.
+-- Answer: {SKIPPED, the pool's time, 0 if it is in doubt, left} | {RESET, time, jump}
+--   | {OK, time, {lost node, …}, jobs requeued, {{id, tenant, state, code} of an ended job, …}, left}
+-- left: after how many ms the lease of the longest silent node ends, -1 if there is none. jump: by how many ms Redis's
+-- clock has jumped; 0 if it has not.
 local MAX_JOBS, MIN_JUMP_MS, SLOWDOWN = 128, 1000, 100
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
 local MAX_TRIMMED, TRIM_EVERY_MS = 16, 10000
 local config, seen = read_config(), tonumber(ARGV[1])
 local now, ahead, last = clock(seen)
-if not config then return {'SKIPPED', 0} end
+if not config then return {'SKIPPED', 0, -1} end
 local in_doubt = pool_time.is_in_doubt()
-if last and not in_doubt and now - last < config.lease_ms / 15 then return {'SKIPPED', now} end
+
+-- Of the leases that had not ended at a time: after how many ms the first one ends; -1 if there is none.
+local function left_ms(at)
+  local first = redis.call('ZRANGEBYSCORE', P .. ':nodes', '(' .. (at - config.lease_ms), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  return first[2] and math.max(0, math.ceil(tonumber(first[2]) + config.lease_ms - now)) or -1
+end
+
+if last and not in_doubt and now - last < config.lease_ms / 15 then
+  local left = left_ms(last)
+  if left ~= 0 then return {'SKIPPED', now, left} end
+end
 if in_doubt and seen == 0 then
   local waited_ms = pool_time.of_redis() - (tonumber(redis.call('HGET', KEYS[1], 'asked_ms') or '') or 0)
   if waited_ms < 0 or waited_ms > config.lease_ms then redis.call('HSET', KEYS[1], 'asked_ms', pool_time.of_redis()) end
-  if waited_ms < config.lease_ms / 3 or waited_ms > config.lease_ms then return {'SKIPPED', 0} end
+  if waited_ms < config.lease_ms / 3 or waited_ms > config.lease_ms then return {'SKIPPED', 0, -1} end
 end
 
 if not last or in_doubt then
@@ -155,4 +166,4 @@ for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':ended', '-inf', now, 
   trim_completions(tenant)
 end
 flush()
-return {'OK', now, nodes_lost, requeued, lists.ended}
+return {'OK', now, nodes_lost, requeued, lists.ended, left_ms(now)}

@@ -214,8 +214,12 @@ def test_rows_show_what_they_wait_for(http: httpx.Client, engine: EchoEngine) ->
     assert [one["custom_id"] for one in http.get(path, params={"state": "waiting", "limit": 1}).json()["data"]] == ["b"]
     assert [one["custom_id"] for one in http.get(path, params={"after": "b"}).json()["data"]] == ["c"]
     assert http.get(path, params={"state": "odd"}).json()["error"]["param"] == "state"
+    holds = http.get("/v1/usage", params={"tenant": "default"}).json()["holds"]
+    assert (holds["open_batches"]["used"], holds["open_rows"]["used"]) == (1, 3)
     engine.may_go_on.set()
     assert ended(http, batch_id)["request_counts"]["completed"] == 3
+    holds = http.get("/v1/usage", params={"tenant": "default"}).json()["holds"]
+    assert (holds["open_batches"]["used"], holds["open_rows"]["used"]) == (0, 0)
     assert http.get(path).json()["counts"] == {"succeeded": 3}
 
 

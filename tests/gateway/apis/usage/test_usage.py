@@ -15,6 +15,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.command import run_command
 
 from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.contract.usage import MAX_DAYS
@@ -264,6 +265,48 @@ def test_report_of_many_keys_leaves_the_event_loop_free(callers: Callers, stack:
         assert len(page["data"]) == 10_000 and page["has_more"]
         held_s = re.search(r'penstock_gateway_loop_hold_seconds\{clock="cpu"\} (\S+)', admin.get("/metrics").text)
         assert held_s is not None and float(held_s[1]) < 0.05
+
+
+def test_schedules_flows_and_keys_of_a_tenant_count_in_its_usage(
+    callers: Callers, engine: EchoEngine, redis_url: str, stack: Stack
+) -> None:
+    def held(client: httpx.Client, **query: Any) -> dict[str, tuple[int, int | None]]:
+        found = client.get("/v1/usage", params={"days": 1, **query}).json()["holds"]
+        return {name: (one["used"], one["limit"]) for name, one in found.items()}
+
+    acme = callers["acme"]
+    nothing = {
+        "schedules": (0, 1000),
+        "open_batches": (0, 100),
+        "open_rows": (0, 2_000_000),
+        "concurrency_keys": (0, 10_000),
+    }
+    assert held(acme) == nothing
+    job = {"prompt": "text", "model": MODEL}
+    schedules = [acme.post("/v1/schedules", json={"every_s": 3600, "job": job}).json()["id"] for _ in range(2)]
+    keyed = [{**job, "concurrency_key": f"user-{at % 3}", "max_concurrency": 1} for at in range(6)]
+    engine.may_go_on.clear()
+    jobs = [acme.post("/v1/jobs", json=one).json()["id"] for one in keyed]
+    assert (held(acme)["schedules"], held(acme)["concurrency_keys"]) == ((2, 1000), (3, 10_000))
+    assert held(callers["rival"]) == nothing
+    assert held(callers["ops"], tenant="acme") == held(acme)
+    assert callers["ops"].get("/v1/usage").json()["holds"] is None
+    with sync_redis.Redis.from_url(redis_url) as redis:
+        redis.hset("penstock:{.files}:num_open", "acme", 4)
+        redis.hset("penstock:{.files}:rows_left", "acme", 70)
+        assert (held(acme)["open_batches"], held(acme)["open_rows"]) == ((4, 100), (70, 2_000_000))
+        said = run_command("keys", "usage", "acme", "--redis-url", redis_url).stderr.splitlines()[-1]
+        assert said == "now schedules=2/1000 open_batches=4 open_rows=70 concurrency_keys=3/10000"
+        redis.hdel("penstock:{.files}:num_open", "acme")
+        redis.hdel("penstock:{.files}:rows_left", "acme")
+    for one in schedules:
+        assert acme.delete(f"/v1/schedules/{one}").status_code == 200
+    engine.may_go_on.set()
+    until_s = time.monotonic() + 60
+    while any(acme.get(f"/v1/jobs/{one}").json()["state"] != "succeeded" for one in jobs):
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    assert held(acme) == nothing
 
 
 def test_open_gateway_reports_all_usage(stack: Stack, engine: EchoEngine, redis_url: str) -> None:

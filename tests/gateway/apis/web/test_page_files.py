@@ -9,7 +9,7 @@ from importlib.resources import files
 import httpx
 import pytest
 
-from penstock.gateway.apis.web.page_files import ASSET_PATHS, POLICY
+from penstock.gateway.apis.web.page_files import ASSET_PATHS, POLICY, RELEASE
 from tests.gateway.conftest import EchoEngine, Stack
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -60,6 +60,22 @@ def test_files_are_not_sent_again_until_they_change(http: httpx.Client) -> None:
     assert http.get("/web/nothing.js").status_code == 404
 
 
+def test_a_browser_keeps_the_files_of_a_release_and_asks_for_the_page_each_time(http: httpx.Client) -> None:
+    page = http.get("/", headers=BROWSER)
+    assert page.headers["cache-control"] == "no-cache"
+    loaded = re.findall(r'(?:href|src)="(web/.+?)"', page.text)
+    assert {path.partition("?")[0] for path in loaded} == {"web/icon.svg", "web/page.css", "web/main.js"}
+    for path in loaded:
+        assert path.endswith(f"?{RELEASE}")
+        assert "immutable" in http.get(f"/{path}").headers["cache-control"]
+
+
+@pytest.mark.parametrize("query", ["", "?", "?0123456789abcdef", f"?{RELEASE}&again"])
+def test_a_file_of_another_release_is_not_kept(http: httpx.Client, query: str) -> None:
+    assert http.get(f"/web/main.js{query}").headers["cache-control"] == "no-cache"
+    assert http.get(f"/{query}", headers=BROWSER).headers["cache-control"] == "no-cache"
+
+
 VENDORED = {
     "/web/markdown-it.js": "40ee4f75f35a4c8d24f1d7a902f4c56a26da8bd9eec5bb02ad4a672d6ba05525",
     "/web/prism.js": "d5721f43615cba7c7dc4a5290f35c3db0e0626dd8fa416a9e0b6c172514a020d",
@@ -82,4 +98,6 @@ def test_files_refer_to_nothing_outside_of_the_page(http: httpx.Client) -> None:
         text = http.get(path).text
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), path
         for module in re.findall(r'from "(.+?)"', text):
-            assert f"/web/{module.removeprefix('./')}" in ASSET_PATHS
+            name, _, release = module.removeprefix("./").partition("?")
+            assert f"/web/{name}" in ASSET_PATHS
+            assert release == RELEASE

@@ -47,17 +47,17 @@ def test_heads_of_gemma_4_by_layer_are_those_of_its_kinds_of_layers(name: str) -
     assert _spec(by_layer) == _spec(config)
 
 
-def test_a_mixture_of_gemma_4_is_left_to_transformers() -> None:
-    assert not needs_transformers(_gemma4("gemma4"))
-    assert needs_transformers(_gemma4("gemma4", enable_moe_block=True))
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers leaves no full_attention layer with keys before layer 1"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
         ({"hidden_size_per_layer_input": -1}, "size is -1 but must be a whole number of at least 1"),
+        ({"enable_moe_block": True, "num_experts": 4}, "top_k_experts and moe_intermediate_size must be at least 1"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 32},
+            "num_experts_per_tok is 5 but must be from 1 to 4 experts",
+        ),
     ],
 )
 def test_what_gemma_4_cannot_be_is_named(changes: dict[str, Any], reason: str) -> None:

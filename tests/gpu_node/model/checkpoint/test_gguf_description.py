@@ -368,7 +368,12 @@ def test_a_vocabulary_that_makes_no_tokenizer_is_refused(model: str, facts: dict
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({"architecture": "rwkv7"}, "architecture rwkv7 is not supported in GGUF; supported: falcon-h1, gemma2, "),
+        (
+            {"architecture": "rwkv7"},
+            "architecture rwkv7 is not supported in GGUF; supported: cohere2, falcon-h1, gemma2, ",
+        ),
+        ({"architecture": "gemma4"}, "gemma4.attention.sliding_window_pattern is missing"),
+        ({"architecture": "gpt2"}, "gpt2.attention.layer_norm_epsilon of the metadata is None but must be a number"),
         ({"ids": {"eos": 100_000}}, "tokenizer.ggml.eos_token_id is 100000, but the file has"),
     ],
 )

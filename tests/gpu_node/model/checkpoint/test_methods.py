@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes.runners.runner_options import runner_options
 from fixtures.plans import logits_alone
 from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
+from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
@@ -94,9 +97,11 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
         ("packed int4", {"format": None}, "has no 'format'"),
         (
             "packed int4",
-            {"format": "nvfp4-pack-quantized"},
-            "format 'nvfp4-pack-quantized' .* supported: float-quantized",
+            {"format": "mxfp4-pack-quantized"},
+            "format 'mxfp4-pack-quantized' .* supported: float-quantized",
         ),
+        ("nvfp4 of modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' .* supported: NVFP4, FP8"),
+        ("nvfp4 of modelopt", {"group_size": 32}, "NVFP4 with group_size 32 .* supported: 16"),
         ("packed int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ("packed int4", {"transform_config": {"config_groups": {}}}, "transform_config"),
     ],
@@ -107,6 +112,54 @@ def test_unsupported_quantization_is_refused_by_name(
     _change_settings(quantized("llama", layout)[0], tmp_path, **changes)
     with pytest.raises(ConfigError, match=reason):
         _load(tmp_path)
+
+
+def test_modelopt_may_state_its_quantization_in_a_file_of_its_own(quantized: Quantized, tmp_path: Path) -> None:
+    folder, want = quantized("llama", "nvfp4 of modelopt")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    loaded = _load(tmp_path)
+    runner: Any = loaded.runner
+    np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
+    path.write_text(json.dumps({"quantization": said | {"quant_algo": "W4A16_AWQ"}}))
+    with pytest.raises(ConfigError, match="quant_algo 'W4A16_AWQ'"):
+        _load(tmp_path)
+
+
+def test_experts_beside_an_mlp_may_be_quantized_one_by_one(tmp_path: Path) -> None:
+    """As ModelOpt writes Gemma 4 26B-A4B, whose floats are in tensors of all experts."""
+    plain, target, layout = tmp_path / "plain", tmp_path / "target", LAYOUTS["nvfp4 of modelopt"]
+    shutil.copytree(make_family_model(plain, "gemma4 moe", "bfloat16", moe_intermediate_size=64), target)
+    model, kept = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), {}
+    values = dict(model.named_parameters())
+
+    def quantize(name: str, matrix: torch.Tensor) -> None:
+        packed, meant = layout.pack(matrix.detach(), layout.given)
+        kept.update({f"{name}.{part}": one.contiguous() for part, one in packed.items()})
+        matrix.copy_(meant)
+
+    with torch.inference_mode():
+        for name, stored in load_file(plain / "model.safetensors").items():
+            prefix, is_stack, part = name.partition(".experts.")
+            for expert, matrix in enumerate(values[name] if is_stack else ()):
+                names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+                for own, rows in zip(names, matrix.chunk(len(names)), strict=True):
+                    quantize(f"{prefix}.experts.{expert}.{own}", rows)
+            if not is_stack and name.endswith(("self_attn.q_proj.weight", "mlp.gate_proj.weight")):
+                quantize(name.removesuffix(".weight"), values[name])
+            elif not is_stack:
+                kept[name] = stored
+        want = model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+    save_file(kept, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": layout.settings}))
+    runner: Any = _load(target).runner
+    np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
 
 
 _OUT = "model.layers.1.self_attn.o_proj."
@@ -128,6 +181,13 @@ _OUT = "model.layers.1.self_attn.o_proj."
         ("packed int8", "weight_scale", lambda scales: scales[:-1]),
         ("fp8 in blocks", "weight_scale_inv", lambda scales: scales[:, :-1]),
         ("fp8 by matrix", "weight_scale", None),
+        ("nvfp4", "weight_global_scale", None),
+        ("nvfp4", "weight_global_scale", lambda scale: scale.expand(2)),
+        ("nvfp4", "weight_global_scale", lambda scale: 0 * scale),
+        ("nvfp4", "weight_scale", lambda scales: scales[:, :-1]),
+        ("nvfp4", "weight_scale", lambda scales: scales.float()),
+        ("nvfp4 of modelopt", "weight_scale_2", None),
+        ("nvfp4 of modelopt", "weight", lambda codes: codes[:, :-4]),
     ],
 )
 def test_tensors_that_are_missing_or_do_not_fit_are_named(

@@ -40,6 +40,7 @@ AS_STORED = {
     "float8 by row": "fp8",
     "float8 by matrix": "fp8",
     "fp8 by matrix": "fp8",
+    "fp8 of modelopt": "fp8",
 }
 """The others are dequantized."""
 MOST = {"int4": 1e-3, "int8": 0.01, "fp8": 0.04, "none": 1e-6}

@@ -42,7 +42,7 @@ def test_sizes_are_those_of_the_native_runner(tiny_model: Path, quantization: st
     check_native(tiny_model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
-@pytest.mark.parametrize("family", ["qwen3 moe", "gemma2", "gemma4 small", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3 moe", "gemma2", "gemma4 small", "gemma4 moe", "gpt2", "phi3"])
 def test_sizes_of_other_families(tmp_path: Path, family: str) -> None:
     check_native(make_family_model(tmp_path, family, "bfloat16"))
 
@@ -54,7 +54,7 @@ def test_sizes_of_gguf_formats(tmp_path: Path, kind: str) -> None:
     check_native(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "awq", "int8 by row", "fp8 by matrix"])
+@pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "awq", "int8 by row", "fp8 by matrix", "nvfp4"])
 def test_sizes_of_quantized_checkpoints(quantized: Quantized, layout: str) -> None:
     check_native(quantized("llama", layout)[0])
 

@@ -65,15 +65,16 @@ def test_logits_are_those_of_the_whole_model(whole: Whole, name: str) -> None:
     np.testing.assert_allclose(logits(folder, runner="torch"), wanted(module), rtol=0, atol=MAX_LOGIT_ERROR)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ministral3" else pytest.mark.slow) for name in WHOLE]
+)
 def test_the_native_runner_computes_the_text_model(whole: Whole, name: str) -> None:
-    """As close to the logits in float32 as transformers is in bfloat16. Queries do not grow in a text so short."""
-    token_ids = TOKEN_IDS[:ORIGINAL_LENGTH]
+    """As close to the logits in float32 as transformers is in bfloat16. Queries grow within the text."""
+    token_ids = TOKEN_IDS
     folder, module = whole(name, "bfloat16")
     with torch.inference_mode():
         rounded = np.asarray(module(input_ids=torch.tensor([token_ids])).logits[0].float())
-    options = {"runner": "native", "dtype": "bfloat16", "weight_cache": False, "max_model_len": ORIGINAL_LENGTH}
+    options = {"runner": "native", "dtype": "bfloat16", "weight_cache": False}
     got, exact = logits(folder, token_ids, **options), wanted(module, token_ids)
     assert np.square(got - exact).mean() <= 1.5 * np.square(rounded - exact).mean()
 
@@ -86,12 +87,22 @@ def test_transformers_computes_a_text_model_without_a_family(whole: Whole, name:
     np.testing.assert_allclose(logits(folder, runner="auto"), wanted(module), rtol=0, atol=MAX_LOGIT_ERROR)
 
 
-def test_queries_that_grow_need_the_torch_runner(whole: Whole) -> None:
-    folder, _ = whole("ministral3")
-    with pytest.raises(
-        ConfigError, match=f"grow with positions from {ORIGINAL_LENGTH} on.*--max-model-len {ORIGINAL_LENGTH}"
-    ):
-        logits(folder, runner="native", dtype="bfloat16")
+def test_the_native_runner_takes_queries_that_grow_into_account(whole: Whole) -> None:
+    """A model without the growth has other logits, but only behind the first tokens, whose queries do not grow."""
+    folder, module = whole("ministral3", "bfloat16")
+    exact = wanted(module)
+    got = logits(folder, runner="native", dtype="bfloat16", weight_cache=False, kv_cache_dtype="int8")
+    rope = module.config.text_config.rope_parameters
+    assert rope["llama_4_scaling_beta"] > 0
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["llama_4_scaling_beta"] = 0.0
+    flat = folder.with_name(f"{folder.name}-flat")
+    shutil.copytree(folder, flat)
+    (flat / "config.json").write_text(json.dumps(config))
+    without = logits(flat, runner="native", dtype="bfloat16", weight_cache=False, kv_cache_dtype="int8")
+    np.testing.assert_array_equal(got[:ORIGINAL_LENGTH], without[:ORIGINAL_LENGTH])
+    behind = slice(ORIGINAL_LENGTH, None)
+    assert np.square(got - exact)[behind].mean() < 0.1 * np.square(without - exact)[behind].mean()
 
 
 @pytest.mark.parametrize(

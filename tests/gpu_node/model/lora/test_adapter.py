@@ -43,7 +43,11 @@ def _load(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "phi3 with windows", "cohere2", "gemma4"]
+    "name",
+    [
+        *("llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"),
+        *("phi3 with windows", "cohere2", "gemma4", "gemma4 moe"),
+    ],
 )
 def test_mixed_batch_generates_what_each_merged_model_generates(
     family_folder: Family, tmp_path: Path, name: str
@@ -51,7 +55,8 @@ def test_mixed_batch_generates_what_each_merged_model_generates(
     base = _model(family_folder(name))
     only = next((part for part in ("query_key_value", "qkv_proj") if part in str(base)), "v_proj")
     folders = [
-        make_adapter(tmp_path / "all", base, seed=1),
+        # No adapter changes a router.
+        make_adapter(tmp_path / "all", base, seed=1, only="_proj" if name == "gemma4 moe" else ""),
         make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only=only, use_rslora=True),
     ]
     loaded = _load(family_folder(name), lora_dir=tmp_path)

@@ -102,7 +102,9 @@ def test_long_contexts_give_the_same_bits_when_spans_are_shared_out(
 @pytest.mark.parametrize(
     ("isa", "name", "kept"),
     pairwise(
-        ISAS, ["mistral", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "gemma2", "olmo2", "mixtral"], KV_CACHE_DTYPES
+        ISAS,
+        ["mistral", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "gemma2", "olmo2", "mixtral", "gemma4 moe"],
+        KV_CACHE_DTYPES,
     ),
     indirect=["isa"],
     scope="session",
