@@ -185,7 +185,7 @@ def test_a_waiting_model_uses_the_file_while_the_one_that_packed_it_lives(
 ) -> None:
     want = _logits(load(llama(), weight_cache=False))
     packings.clear()
-    gate = Gate(monkeypatch, "_pack_mlp")
+    gate = Gate(monkeypatch, "_pack_mlps")
     runners = [load(llama(), waits=False) for _ in range(2)]
     for runner in runners:
         _logits(runner)
@@ -279,7 +279,7 @@ def test_a_disk_that_is_full_in_the_middle_harms_no_step(
         write_at(file, content, start)
 
     monkeypatch.setattr(packed_matrix, "write_at", write)
-    gate = Gate(monkeypatch, "_pack_mlp")
+    gate = Gate(monkeypatch, "_pack_mlps")
     runner = load(folder, waits=False)
     _logits(runner)
     for _ in range(2):
@@ -386,7 +386,7 @@ def test_the_cache_may_be_deleted_while_weights_are_packed(
 ) -> None:
     """A second process then packs too. Neither takes the file of the other."""
     want = _logits(load(llama(), weight_cache=False))
-    gate = Gate(monkeypatch, "_pack_mlp")
+    gate = Gate(monkeypatch, "_pack_mlps")
     runners = []
     for _ in range(2):
         runners.append(load(llama(), waits=False))
