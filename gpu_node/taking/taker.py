@@ -99,6 +99,8 @@ MAX_TASKS = 32
 """Tasks, such as tokenization, that a node holds at once. A request has up to 16 MiB, so this bounds their memory."""
 ASK_AGAIN_S = 0.05
 """Seconds after which a node that may not take asks again whether it may."""
+MAX_LEFT_MS = 50
+"""LEFT_MS of take.lua. A take that leaves jobs asks again within this time."""
 IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
@@ -136,6 +138,8 @@ class JobTaker:
         self._may_take = may_take
         self._queued_kinds = False, False
         self._queued_since_s = time.monotonic()
+        self._left_until_s = 0.0
+        """Until when the jobs that the last take left are those of other nodes."""
         self._call = 0
         self._nonce = ""
         self.answered_call = 0
@@ -212,6 +216,8 @@ class JobTaker:
         self._held_jobs.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in sorted(jobs, key=_to_compute_again):
             self._preparation.begin(job)
+        if any(answer.depth) and 0 < answer.again_in_ms <= MAX_LEFT_MS:
+            self._left_until_s = time.monotonic() + answer.again_in_ms / 1000
         if len(jobs) >= MAX_BACKGROUND_TAKEN:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
@@ -227,6 +233,7 @@ class JobTaker:
             max(0, MAX_TASKS - self._held_jobs.num_tasks),
             self._held_jobs.usage_by_tenant(),
             self._engine.background_due,
+            time.monotonic() < self._left_until_s,
         )
 
     async def close(self) -> None:

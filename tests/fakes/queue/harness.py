@@ -102,6 +102,7 @@ class FakeNode:
         tasks: int = 0,
         tenants: Mapping[str, tuple[int, int, float]] | None = None,
         background_due: bool = False,
+        left_some: bool = False,
     ) -> TakeAnswer:
         self.call += 1
         return await self.take_again(
@@ -113,6 +114,7 @@ class FakeNode:
             tasks=tasks,
             tenants=tenants,
             background_due=background_due,
+            left_some=left_some,
         )
 
     async def take_again(
@@ -126,10 +128,11 @@ class FakeNode:
         tasks: int = 0,
         tenants: Mapping[str, tuple[int, int, float]] | None = None,
         background_due: bool = False,
+        left_some: bool = False,
     ) -> TakeAnswer:
         """Repeat the last call, as after a lost reply."""
         room, places = _of_levels(tokens), _of_levels(slots)
-        whole = Capacity(room, places, kv_total, slots_total, tasks, tenants or {}, background_due)
+        whole = Capacity(room, places, kv_total, slots_total, tasks, tenants or {}, background_due, left_some)
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:

@@ -64,6 +64,7 @@ async def num_taken(queue: Queue, node: FakeNode, **room: int) -> int:
         ((100, 100), 7, (3.5, 3.5)),
         ((1000, 1000, 1000), 20, (6.7, 6.7, 6.7)),
         ((1000, 1000, 1000), 7, (2.3, 2.3, 2.3)),
+        ((1150, 1000, 850), 20, (6.7, 6.7, 6.7)),
         ((100, 300), 20, (5, 15)),
         ((100, 300), 7, (1.75, 5.25)),
         ((0, 0), 20, (10, 10)),
@@ -84,6 +85,19 @@ async def test_bursts_are_divided_by_pace(
         for node in nodes:
             for job in taken[node.name]:
                 await node.finish(job, 0)
+
+
+async def test_a_node_that_is_rung_again_takes_nothing_of_what_it_left(queue: Queue) -> None:
+    nodes = await nodes_of(queue, (100, 100, 100))
+    await burst(queue, 20)
+    assert [len((await take_at_once(queue, node)).jobs) for node in nodes[:2]] == [7, 7]
+    rung = await take_at_once(queue, nodes[1], left_some=True)
+    assert not rung.jobs and rung.again_in_ms
+    # Of other jobs it gets its share at once.
+    await burst(queue, 10)
+    assert len((await take_at_once(queue, nodes[1], left_some=True)).jobs) == 3
+    await left_ago(queue, LEFT_MS + 3_600_000)
+    assert len((await nodes[0].take(left_some=True)).jobs) == 13
 
 
 async def test_burst_of_many_calls_is_divided(queue: Queue) -> None:

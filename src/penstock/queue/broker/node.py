@@ -60,6 +60,8 @@ class Capacity:
     """KV tokens, sequences and weight of each tenant whose jobs the node holds."""
     background_due: bool = False
     """Whether background work had less than its share of the node's time lately."""
+    left_some: bool = False
+    """Whether the last take left other nodes jobs that they may still take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +320,8 @@ class NodeBroker:
             asked["held"] = capacity.tenants
         if capacity.background_due:
             asked["background_due"] = True
+        if capacity.left_some:
+            asked["left_some"] = True
         answer = await self._call("take", scripts.packed(asked))
         if answer[0] == b"UNKNOWN_NODE":
             raise LeaseLostError

@@ -3,14 +3,16 @@
 -- Tasks, such as tokenization, occupy no sequence and no KV cache. The walk takes them in the same order, whatever
 -- capacity is left. Where it stops, because a job does not fit, the oldest other tasks follow: nothing that they need is
 -- reserved for that job. `task_slots` alone limits them.
--- A burst is divided: from the second job on, a take leaves other nodes their share of what waits (*Shares of nodes*).
+-- A burst is divided: from the second job on, or with `left_some` from the first one on, a take leaves other nodes their
+-- share of what waits (*Shares of nodes*).
 -- ARGV: node, msgpack of a map: call, nonce, revision, hold_ms, kv_tokens, slots, kv_total, slots_total, task_slots, held,
---   background_due
+--   background_due, left_some
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
 --   kv_tokens, slots: free KV tokens and sequence slots, a list by level. kv_total, slots_total: the node's whole capacity.
 --   task_slots: tasks that the node can take. held: tenant → [KV tokens, sequences, weight] of the node's jobs, absent for
 --   none.
 --   background_due: whether background work had less than its share of the node's time lately; absent for false.
+--   left_some: whether this node's last take left other nodes jobs that they may still take; absent for false.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes, {{id, tenant, state, code} of an ended job, …}}
 --   | {UNKNOWN_NODE} | {STALE}
@@ -535,7 +537,7 @@ end
 
 local shares = {num_taken = 0}
 local sharing = late(function(made)
-  local MAX_NODES, LEFT_MS, UNLIMITED = 32, 50, math.huge
+  local MAX_NODES, LEFT_MS, LIKE_MEAN, UNLIMITED = 32, 50, 0.2, math.huge
   -- Under whether the job has begun: how many jobs this take may have, and the nodes for which it leaves others.
   local limits, others = {}, {}
 
@@ -571,9 +573,11 @@ local sharing = late(function(made)
     end
     if #nodes == 0 then return nodes end
     note_node(node, own_pace, slots_total, kv_total)
-    -- A node that has not run yet counts as one of the mean pace.
+    -- A node that has not run yet counts as one of the mean pace. So does one that differs little from it, as paces of equal
+    -- nodes do: two shares that are rounded up would leave 5 of 20 jobs to the last of three nodes.
+    local mean = num_known > 0 and sum / num_known or 1
     for _, one in ipairs(nodes) do
-      if one.pace <= 0 then one.pace = num_known > 0 and sum / num_known or 1 end
+      if one.pace <= 0 or math.abs(one.pace - mean) <= LIKE_MEAN * mean then one.pace = mean end
     end
     return nodes
   end
@@ -642,7 +646,8 @@ end)
 
 -- Whether the take leaves this job, and what follows, to other nodes.
 function shares.leaves(job)
-  return num_nodes > 1 and shares.num_taken > 0 and not is_task(job) and sharing.leaves(job)
+  local counts = shares.num_taken > 0 or asked.left_some
+  return num_nodes > 1 and counts and not is_task(job) and sharing.leaves(job)
 end
 
 function shares.write()
