@@ -18,7 +18,7 @@ from penstock.kernels.triton.recurrent import convolve, delta_rule, gate_outputs
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStates:
+class PooledStates:
     """The states of one layer, by slot, in float32."""
 
     inputs: Tensor
@@ -39,7 +39,7 @@ class StatePool:
             )
         # A slot is written before it is read.
         self._numbers = torch.empty(num_slots, self.slot_bytes // 4, dtype=torch.float32, device=device.torch)
-        self.layers: list[LayerStates | None] = []
+        self.layers: list[PooledStates | None] = []
         first = 0
         for mixer in (layer.recurrence for layer in spec.layers):
             self.layers.append(None if mixer is None else self._layer(mixer, first))
@@ -50,15 +50,15 @@ class StatePool:
         """Of all slots."""
         return self.num_slots * self.slot_bytes
 
-    def _layer(self, mixer: Recurrence, first: int) -> LayerStates:
+    def _layer(self, mixer: Recurrence, first: int) -> PooledStates:
         """Return the views of a layer whose numbers begin at `first` in each slot. Rows are padded."""
         known, channels = mixer.taps - 1, mixer.channels
         inputs, first = self._view(first, known, channels), first + known * padded(channels)
         if isinstance(mixer, ShortConvolution):
-            return LayerStates(inputs, None)
+            return PooledStates(inputs, None)
         if isinstance(mixer, DeltaRule):
-            return LayerStates(inputs, self._view(first, mixer.num_value_heads, mixer.key_dim, mixer.value_dim))
-        return LayerStates(inputs, self._view(first, mixer.num_heads, mixer.head_dim, mixer.state_size))
+            return PooledStates(inputs, self._view(first, mixer.num_value_heads, mixer.key_dim, mixer.value_dim))
+        return PooledStates(inputs, self._view(first, mixer.num_heads, mixer.head_dim, mixer.state_size))
 
     def _view(self, first: int, *sizes: int) -> Tensor:
         strides = [padded(sizes[-1]), 1]
@@ -72,7 +72,7 @@ def mix(
     weights: RecurrentWeights,
     normed: Tensor | None,
     projected: Tensor,
-    states: LayerStates,
+    states: PooledStates,
     rows: StateRows,
 ) -> Tensor:
     """Continue the states of a layer by all tokens of a step, and return the mixer's outputs in its dtype.
