@@ -221,10 +221,13 @@ def _load(
         raise ConfigError(f"{setting} {parallel.pipeline} needs runner torch", param=setting)
     if parallel.tensor > 1 and options.runner in ("auto", "cpu", "native"):
         return _load_native_ranks(described, options, progress)
-    if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
+    if _is_for_gpu(described, options):
         loaded = _load_gpu(described, options, progress, links)
         if loaded is not None:
             return loaded
+    elif options.runner == "auto" and _has_gpu():
+        reason = "kernels of recurrent layers were only tested in Triton's interpreter; --runner gpu takes the GPU"
+        log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch" and (native := _load_native_or_none(described, options, progress)) is not None:
         return native
     with _torch_for("runner torch"):
@@ -238,10 +241,14 @@ def _load(
     return load_torch(described, options, progress, *([] if links is None else [links]))
 
 
+def _is_for_gpu(described: Description, options: RunnerOptions) -> bool:
+    """Whether a GPU is to compute the model. Recurrent layers only run on one that was asked for by name."""
+    return options.wants_gpu or (options.runner == "auto" and not described.spec.recurrences and _has_gpu())
+
+
 def free_on_gpu(described: Description, options: RunnerOptions) -> int | None:
     """Return what a model may still take of its share of a GPU; None if no GPU computes it."""
-    is_wanted = options.wants_gpu or (options.runner == "auto" and _has_gpu())
-    if not is_wanted or special_features(described.spec):
+    if not _is_for_gpu(described, options) or special_features(described.spec):
         return None
     _choose_triton_cache()
     with _torch_for("runner gpu"):

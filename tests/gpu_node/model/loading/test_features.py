@@ -19,6 +19,10 @@ Folder = Callable[[str], Path]
 FEATURES = {"mixtral": ("MixtralForCausalLM", "experts"), "qwen3 moe": ("Qwen3MoeForCausalLM", "experts")}
 
 
+CPU_INSTEAD = {"mixtral": "MixtralForCausalLM", "qwen3.5": "recurrent layers"}
+"""Families that the CPU computes on a machine with a GPU, and what the log says of them."""
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_gpu_refuses_a_family_and_names_its_features(family_folder: Folder, name: str) -> None:
     architecture, features = FEATURES[name]
@@ -27,16 +31,17 @@ def test_a_gpu_refuses_a_family_and_names_its_features(family_folder: Folder, na
         load_model(str(family_folder(name)), options, lambda stage, fraction: None)
 
 
+@pytest.mark.parametrize("name", CPU_INSTEAD)
 def test_the_cpu_computes_a_family_that_a_gpu_does_not_support(
-    family_folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family_folder: Folder, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(load, "_has_gpu", lambda: True)
-    options = runner_options(runner="auto", dtype="float32", num_kv_blocks=8)
+    options = runner_options(runner="auto", dtype="float32", num_kv_blocks=8, state_slots=4)
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(str(family_folder("mixtral")), options, lambda stage, fraction: None)
+        loaded = load_model(str(family_folder(name)), options, lambda stage, fraction: None)
     assert loaded.arithmetic == "torch-float32"
     (said,) = [vars(record) for record in caplog.records if record.getMessage() == "the CPU computes, not the GPU"]
-    assert "MixtralForCausalLM" in said["reason"]
+    assert CPU_INSTEAD[name] in said["reason"]
 
 
 def test_experts_that_do_not_fill_the_kernels_panels_are_named(tmp_path: Path) -> None:
