@@ -78,8 +78,8 @@ def test_open_answers_go_on_at_the_next_gateway_byte_for_byte(held: Held, ends_b
         else:
             gateway.reload()
         half.settimeout(60)
-        # One that is killed cannot answer what has not arrived; one that is restarted can. Where a busy machine's restart
-        # takes longer than a body may, it refuses the body first.
+        # One that is killed cannot answer what has not arrived; one that is restarted can. If a busy machine restarts
+        # it later than a body may take, it refuses the body first.
         allowed = {"kill": (b"",), "reload": (b"HTTP/1.1 503", b"HTTP/1.1 400")}
         assert half.recv(12) in allowed[ends_by]
     gateway.wait_until_it_serves_again()
