@@ -36,6 +36,17 @@ def _input(x, at, c, inside, gate_at, GATED: tl.constexpr):
 
 
 @triton.jit
+def _saved(saves, i, last, end, write):
+    """Return the token behind that of save `i` of a sequence, and the slot for its state.
+
+    Behind its saves, up to `last`, comes the state after its last token, for the slot `write`.
+    """
+    after = tl.load(saves + 2 * i, mask=i < last, other=0)
+    slot = tl.load(saves + 2 * i + 1, mask=i < last, other=0)
+    return tl.where(i < last, after + 1, end), tl.where(i < last, slot, write).to(tl.int64)
+
+
+@triton.jit
 def _convolve(
     out,
     x,
@@ -106,11 +117,9 @@ def _keep_inputs(
         first, last = tl.load(save_starts + seq), tl.load(save_starts + seq + 1)
         for i in range(first, last + 1):
             # The slot that was read is written last, and then its rows move only forward.
-            after = tl.load(saves + 2 * i, mask=i < last, other=0)
-            slot = tl.load(saves + 2 * i + 1, mask=i < last, other=0)
-            after, slot = tl.where(i < last, after, end - 1), tl.where(i < last, slot, write).to(tl.int64)
+            stop, slot = _saved(saves, i, last, end, write)
             for row in tl.static_range(TAPS - 1):
-                at = after - (TAPS - 2) + row
+                at = stop - (TAPS - 1) + row
                 is_own = at >= begin
                 own = _input(x, at.to(tl.int64) * stride, c, inside & is_own, 2 * CHANNELS, GATED)
                 place = read * slot_stride + (TAPS - 1 + at - begin) * row_stride
@@ -209,9 +218,7 @@ def _learn(
         first, last = tl.load(save_starts + seq), tl.load(save_starts + seq + 1)
         at = begin.to(tl.int64)
         for save in range(first, last + 1):
-            after = tl.load(saves + 2 * save, mask=save < last, other=0)
-            slot = tl.load(saves + 2 * save + 1, mask=save < last, other=0)
-            stop = tl.where(save < last, after + 1, end)
+            stop, slot = _saved(saves, save, last, end, write)
             for _ in range(begin, stop):
                 row = at * channels
                 query = _unit(mixed, row + key_head * KEY, i, is_key) * query_factor
@@ -225,8 +232,7 @@ def _learn(
                 found = tl.sum(query[:, None] * state, 0)
                 tl.store(out + at * (HEADS * VALUE) + head * VALUE + j, found, mask=is_value)
                 at += 1
-            target = tl.where(save < last, slot, write).to(tl.int64)
-            tl.store(places + target * slot_stride, state, mask=inside)
+            tl.store(places + slot * slot_stride, state, mask=inside)
             begin = stop
 
 
@@ -305,9 +311,7 @@ def _scan(
         first, last = tl.load(save_starts + seq), tl.load(save_starts + seq + 1)
         at = begin.to(tl.int64)
         for save in range(first, last + 1):
-            after = tl.load(saves + 2 * save, mask=save < last, other=0)
-            slot = tl.load(saves + 2 * save + 1, mask=save < last, other=0)
-            stop = tl.where(save < last, after + 1, end)
+            stop, slot = _saved(saves, save, last, end, write)
             for _ in range(begin, stop):
                 row = at * channels
                 value = tl.load(mixed + row + head * DIM + i, mask=is_value, other=0.0)
@@ -320,8 +324,7 @@ def _scan(
                 found = tl.sum(state * wanted[None, :], 1) + skip * value
                 tl.store(out + at * (HEADS * DIM) + head * DIM + i, found, mask=is_value)
                 at += 1
-            target = tl.where(save < last, slot, write).to(tl.int64)
-            tl.store(places + target * slot_stride, state, mask=inside)
+            tl.store(places + slot * slot_stride, state, mask=inside)
             begin = stop
 
 

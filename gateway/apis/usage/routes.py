@@ -59,14 +59,7 @@ _ANSWER = object_of(
     data=list_of(_ROW),
     has_more={"type": "boolean"},
     next=_OPTIONAL_TEXT,
-    holds={
-        "anyOf": [
-            object_of(
-                **dict.fromkeys(TenantHoldings.__dataclass_fields__, object_of(used=NUMBER, limit=_OPTIONAL_NUMBER))
-            ),
-            {"type": "null"},
-        ]
-    },
+    holds={"anyOf": [object_of(**dict.fromkeys(TenantHoldings.__dataclass_fields__, _HELD)), {"type": "null"}]},
 )
 
 Text = Annotated[str, StringConstraints(max_length=256)]

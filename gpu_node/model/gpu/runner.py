@@ -269,17 +269,16 @@ class GpuRunner:
         With several ranks, an error ends them all: the GPUs of the others wait for an exchange that never comes. So it
         is raised as BrokenExchangeError.
         """
-        if self._states is None and self._decoder.part.size == 1:
+        if self._states is not None:  # Models with states have one rank.
+            try:
+                return self._submit(plan)
+            except MemoryError as error:
+                return FailedStep(error)
+        if self._decoder.part.size == 1:
             return self._submit(plan)
         try:
             return self._submit(plan)
-        except MemoryError as error:
-            if self._states is None:
-                raise BrokenExchangeError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
-            return FailedStep(error)
         except Exception as error:
-            if self._states is not None:
-                raise
             raise BrokenExchangeError(f"a step failed at rank {self._decoder.part.rank}: {error}") from error
 
     @translate_out_of_memory()

@@ -221,13 +221,10 @@ def _load(
         raise ConfigError(f"{setting} {parallel.pipeline} needs runner torch", param=setting)
     if parallel.tensor > 1 and options.runner in ("auto", "cpu", "native"):
         return _load_native_ranks(described, options, progress)
-    if _is_for_gpu(described, options):
+    if options.wants_gpu or (options.runner == "auto" and _has_gpu()):
         loaded = _load_gpu(described, options, progress, links)
         if loaded is not None:
             return loaded
-    elif options.runner == "auto" and _has_gpu():
-        reason = "kernels of recurrent layers were only tested in Triton's interpreter; --runner gpu takes the GPU"
-        log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch" and (native := _load_native_or_none(described, options, progress)) is not None:
         return native
     with _torch_for("runner torch"):
@@ -241,14 +238,19 @@ def _load(
     return load_torch(described, options, progress, *([] if links is None else [links]))
 
 
-def _is_for_gpu(described: Description, options: RunnerOptions) -> bool:
-    """Whether a GPU is to compute the model. Recurrent layers only run on one that was asked for by name."""
-    return options.wants_gpu or (options.runner == "auto" and not described.spec.recurrences and _has_gpu())
+def _why_no_gpu(described: Description, options: RunnerOptions) -> str:
+    """Return why a GPU does not compute the model; empty if it does."""
+    if missing := ", ".join(special_features(described.spec)):
+        return f"{described.architecture} is not supported on a GPU, which has no {missing}"
+    if described.spec.recurrences and not options.wants_gpu:
+        return "kernels of recurrent layers were only tested in Triton's interpreter; --runner gpu takes the GPU"
+    return ""
 
 
 def free_on_gpu(described: Description, options: RunnerOptions) -> int | None:
     """Return what a model may still take of its share of a GPU; None if no GPU computes it."""
-    if not _is_for_gpu(described, options) or special_features(described.spec):
+    is_wanted = options.wants_gpu or (options.runner == "auto" and _has_gpu())
+    if not is_wanted or _why_no_gpu(described, options):
         return None
     _choose_triton_cache()
     with _torch_for("runner gpu"):
@@ -270,8 +272,7 @@ def _load_gpu(
     described: Description, options: RunnerOptions, progress: Progress, links: RankLinks | None
 ) -> tuple[ModelRunner, str] | None:
     """Return the runner of a GPU and the name of its arithmetic; None if the CPU must compute the model."""
-    if missing := ", ".join(special_features(described.spec)):
-        reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
+    if reason := _why_no_gpu(described, options):
         if options.wants_gpu:
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         log.warning("the CPU computes, not the GPU", extra={"reason": reason})

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fixtures.gguf_sizes import add_sizes
+
 from penstock.gpu_node.model.checkpoint.dummy import SHAPES
 
 MODEL_SHAPES = {"1b": "llama-1b", "3b": "llama-3b"}
@@ -130,12 +132,7 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     from gguf import LlamaFileType
 
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    add_sizes(writer, config)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(config["head_dim"])

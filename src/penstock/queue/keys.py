@@ -459,6 +459,11 @@ def key_terms() -> str:
     return f"{prefix(FILES)}:keys"
 
 
+def open_batches() -> str:
+    """Hash: tenant → its batches that have not ended."""
+    return f"{prefix(FILES)}:num_open"
+
+
 def rows_left() -> str:
     """Hash: tenant → rows of open batches that no part has."""
     return f"{prefix(FILES)}:rows_left"

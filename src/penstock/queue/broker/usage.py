@@ -97,8 +97,7 @@ class UsageBroker:
         return dict(sums)
 
     async def _holdings(self, tenant: str, pools: Sequence[str]) -> TenantHoldings:
-        redis, files = self._redis, keys.prefix(keys.FILES)
-        of_files = [f"{files}:{name}" for name in ("num_open", "rows_left")]
+        redis, of_files = self._redis, (keys.open_batches(), keys.rows_left())
         of_pools = [keys.concurrency_keys(pool, tenant) for pool in pools]
         with translated():
             schedules: int = await unless_wrong_type(0, redis.zcard, schedules_of(tenant))
