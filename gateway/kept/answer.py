@@ -267,7 +267,7 @@ class AnswerKeep:
         self.begin({"job_ids": [], "is_stream": is_stream, "has_place": True}, num_counters=2)
 
     def note_place(self, place: tuple[int, int]) -> None:
-        """Note the place behind the bytes that are written next, once the head is sent. Both numbers are any ones."""
+        """Note the place behind the bytes that are written next, once the head is sent. Only its source reads it."""
         if self.slot is not None:
             self.slot.counters = (*NO_EVENTS, *place)
         if self._on_first_bytes is not _nothing:

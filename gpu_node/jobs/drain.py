@@ -42,8 +42,8 @@ MODEL_SPREAD = 0.6
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
 SHORTENED = 0.5
-"""How much of what the longest outputs have so far shortens what is assumed of their rest, which is the queue's assumed
-length at first. Less than all of it: short outputs end soon and correct it, but long ones take long to show."""
+"""Running outputs are assumed to go on for the length that the queue assumes, less this part of what they have so far.
+It is below 1, because short outputs end soon and correct the estimate, but long ones take long to show."""
 DOUBTED_JOBS = 1
 """Running jobs that count as if they reached any length at which an output has ended."""
 TAIL_SPREAD = 0.8
@@ -328,8 +328,8 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits. It is the larger one of two: the longest output without
-    SHORTENED of what they have so far, and what they have so far.
+    the last known part is assumed, within their limits. It is the larger of two numbers: the longest output less
+    SHORTENED × what they have so far, and what they have so far.
     """
     longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
     for work in jobs:
