@@ -191,6 +191,7 @@ FOLLOWED = {
     "is a LoRA adapter of": "test_advice_on_a_command_line_is_followed",
     "needs a GPU; on the CPU, --kv-cache-gib": "test_advice_on_a_command_line_is_followed",
     "use --runner cpu": "it is only said on a GPU",
+    "--runner gpu takes the GPU": "it is only said on a GPU",
     "--dtype bfloat16 accepts that": "it is only said where a cache of weights is full",
     "runner gpu (--device cuda) will compute": "it is a notice",
     "compare it with --replicas": "it is a suggestion to measure",
