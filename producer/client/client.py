@@ -213,9 +213,9 @@ class AsyncClient:
             waits = job.background or self._settings.queue_without_node
         try:
             if not waits:
-                await admission.require_taker(job.tenant, job.level)
+                await admission.require_node()
         except UnavailableError as refusal:
-            # A repeated submission adds no job, so it needs no node, and none that takes jobs.
+            # A repeated submission adds no job, so it needs no node.
             has_name = job.idempotency_key or job_id
             if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise
