@@ -87,7 +87,7 @@ class AsyncClient:
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
         self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
         find, clock = self.served_pool, servers.clock.now_s
-        self.schedules = Schedules(*directory_connection, find, self.webhooks, clock, tenant, self._terms)
+        self.schedules = Schedules(*directory_connection, find, self.webhooks, self.files, clock, tenant, self._terms)
         self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
         self.sets = JobSets(servers, self.feed, self.batches, self.control, self, tenant)
 
