@@ -12,7 +12,6 @@ from penstock.gpu_node.jobs.drain import (
     MAX_PHASE_PROMPT_TOKENS,
     PHASE_PROMPT_TOKENS,
     SHORT_PROMPT_TOKENS,
-    SHORTENED,
     DrainEstimator,
     JobWork,
     StepParts,
@@ -34,7 +33,9 @@ def mean_of(jobs: list[JobWork]) -> float:
 def test_before_any_output_the_mean_is_assumed() -> None:
     assert mean_part([]) == (1, 1)
     assert mean_part([work(0, ended=False)]) == (1, 1)
-    assert mean_part([work(0.4, ended=False)]) == pytest.approx((0.4 + 1 - 0.4 * SHORTENED, 1 - 0.4 * SHORTENED))
+    assert mean_part([work(0.4, ended=False)]) == pytest.approx((1.4, 1)), (
+        "what is left does not depend on what there is"
+    )
 
 
 def test_without_running_jobs_the_mean_is_that_of_the_ended_ones() -> None:
@@ -220,7 +221,7 @@ def test_two_seconds_in_which_chats_displace_background_work_do_not_decide_its_p
     drain.note(job, 1)
     drain.update(2.0, num_running=32, foreground_waits=False, background_waits=True, kind_seconds=(1.5, 0.5))
     beside_chats = drain.paces(steps, 32)[1].cost_per_s
-    assert before / 6 < beside_chats < before / 3, "the engine gave it a quarter of its time"
+    assert before / 4 < beside_chats < before / 2, "the engine gave it a quarter of its time, for two seconds"
 
 
 def test_prompts_that_the_prefix_cache_has_do_not_show_a_high_pace() -> None:
