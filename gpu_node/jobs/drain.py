@@ -44,6 +44,9 @@ MODEL_SPREAD = 0.6
 """The same of a pace that only the model of step times predicts."""
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
+LONGER = 1.25
+"""Once outputs have ended, those that run are the longer ones. They are assumed to go on for this multiple of the
+length that the queue assumes of all. Short outputs soon correct what is too high; long ones take long to show."""
 DOUBTED_JOBS = 1
 """Running jobs that count as if they reached any length at which an output has ended."""
 TAIL_SPREAD = 0.8
@@ -328,8 +331,8 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits: as much again as what they have so far, and at least the whole
-    length that the queue assumes, however much they have. Short outputs end soon and correct it; long ones take long.
+    the last known part is assumed, within their limits: as much again as what they have so far, and at least the length
+    that the queue assumes, or LONGER × that, however much they have.
     """
     longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
     for work in jobs:
@@ -349,5 +352,5 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         reach *= 1 - ended.get(part, 0) / (at_risk + doubted)
         at_risk -= longest[part]
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
-    assumed = reach * max(0.0, min(most - before, max(1.0, before)))
+    assumed = reach * max(0.0, min(most - before, max(LONGER if ended else 1.0, before)))
     return mean + assumed, assumed

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.gpu_node.jobs.drain import (
     FEW_OUTPUTS,
+    LONGER,
     MAX_FEW_OUTPUTS,
     MAX_PHASE_PROMPT_TOKENS,
     PHASE_PROMPT_TOKENS,
@@ -56,6 +57,11 @@ def test_a_first_short_answer_is_not_the_longest_of_all() -> None:
     others = [work(0.02, ended=False) for _ in range(30)]
     assert mean_of([work(0.05, ended=True), *others]) > 0.5
     assert mean_of([work(0.04, ended=True), work(0.05, ended=True), *others]) > 0.3
+
+
+def test_what_runs_once_short_outputs_have_ended_is_assumed_to_be_longer() -> None:
+    jobs = [work(0.1, ended=True)] * 200 + [work(0.2, ended=False)] * 200
+    assert mean_part(jobs) == pytest.approx(((0.1 + 0.2 + LONGER) / 2, LONGER / 2), rel=0.01)
 
 
 def test_jobs_that_began_together_are_not_judged_by_the_shortest() -> None:
