@@ -331,8 +331,8 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits: as much again as what they have so far, and at least the length
-    that the queue assumes, or LONGER × that, however much they have.
+    the last known part is assumed, within their limits. It is as much again as what they have so far. At least it is
+    the longest output, and once outputs have ended LONGER × that.
     """
     longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
     for work in jobs:
