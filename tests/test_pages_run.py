@@ -86,6 +86,9 @@ def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         "PENSTOCK_REPOSITORY": str(ROOT),
         "PENSTOCK_RUNTIME_DIR": str(tmp_path / "run"),
         "XDG_STATE_HOME": str(tmp_path / "state"),
+        # What is written for OpenAI runs here unchanged.
+        "OPENAI_BASE_URL": f"http://127.0.0.1:{port}/v1",
+        "OPENAI_API_KEY": "none",
     }
     if page.stem == "lora_fleet":
         write_adapter(str(demo_model()), tmp_path / "adapters/customer-a")

@@ -139,12 +139,13 @@ def retry(
 
 def _conclude(batch: Batch, work: Callable[[ShownProgress], BatchProgress]) -> None:
     """Do the work while its progress is shown, say how it ended, and exit with 1 if rows failed."""
-    started_s = time.monotonic()
+    started_s, shown = time.monotonic(), shown_progress()
     try:
-        with shown_progress() as shown:
+        with shown:
             done = work(shown)
     except KeyboardInterrupt:
-        write_line(f"interrupted: what is answered is in {batch.output}; the same command continues", file=sys.stderr)
+        counted = f"{shown.last.num_done:,} of {shown.last.num_rows:,} rows" if shown.last.num_rows else "no row"
+        write_line(f"interrupted with {counted} done; the same command goes on after these", file=sys.stderr)
         raise
     summary = f"{done.num_answered} answered, {done.num_failed} failed, {done.completion_tokens} tokens"
     write_line(f"{summary} in {time.monotonic() - started_s:.1f} s: {batch.output}", file=sys.stderr)

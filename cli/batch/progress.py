@@ -42,9 +42,11 @@ class BatchBar:
             disable=not console.is_terminal,
         )
         self._task: TaskID = self._progress.add_task("batch", total=None, failed="", waiting="")
+        self.last = BatchProgress(0)
 
     def update(self, progress: BatchProgress) -> None:
         """Show the progress. While the number of rows is unknown, only the reason for waiting changes."""
+        self.last = progress
         failed = f"{progress.num_failed} failed" if progress.num_failed else ""
         if not progress.num_rows:
             self._progress.update(self._task, waiting=progress.waiting)
@@ -70,7 +72,7 @@ class BatchLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._progress = BatchProgress(0)
+        self.last = BatchProgress(0)
         self._said = ""
         self._first: tuple[float, int] | None = None
         """When the first progress of this run came, and how many rows earlier runs had done."""
@@ -81,15 +83,15 @@ class BatchLines:
         """Note the progress for the next line."""
         if self._first is None and progress.num_rows:
             self._first = time.monotonic(), progress.num_done
-        self._progress = progress
+        self.last = progress
 
     def wait(self, reason: str) -> None:
         """Note why the batch waits."""
-        self._progress = replace(self._progress, waiting=reason)
+        self.last = replace(self.last, waiting=reason)
 
     def line(self, now_s: float, clock_s: float) -> str:
         """Return the line for this moment. `clock_s`: the time since 1970, for the expected end."""
-        progress = self._progress
+        progress = self.last
         parts = [f"{progress.num_done:,} of {progress.num_rows:,} rows done", f"{progress.num_failed:,} failed"]
         if self._first is not None:
             since_s, num_before = self._first

@@ -32,6 +32,9 @@ REMEMBERED_PER_RUNNING = 4
 """The same, as a multiple of the running jobs."""
 PRIOR_S = 1.0
 """Seconds of measurement for which the pace that the model of step times predicts counts."""
+WHOLE_ENGINE_S = 4.0
+"""Seconds of the engine's time for which background work counts as if it had all of it. A burst of a few chats would
+else seem to last."""
 MORE_PRIOR = 4.0
 """How many more such seconds it counts for background work that has almost none of the engine's time."""
 FOREGROUND_SPREAD, BACKGROUND_SPREAD = 0.07, 0.12
@@ -41,9 +44,9 @@ MODEL_SPREAD = 0.6
 """The same of a pace that only the model of step times predicts."""
 PRIOR_PROMPT_TOKENS = 128
 """The prompt of the one job that counts before any has begun. Its output has the length that the queue assumes."""
-SHORTENED = 0.5
-"""Running outputs are assumed to go on for the length that the queue assumes, less this part of what they have so far.
-It is below 1, because short outputs end soon and correct the estimate, but long ones take long to show."""
+LONGER = 1.25
+"""Once outputs have ended, those that run are the longer ones. They are assumed to go on for this multiple of the
+length that the queue assumes of all. Short outputs soon correct what is too high; long ones take long to show."""
 DOUBTED_JOBS = 1
 """Running jobs that count as if they reached any length at which an output has ended."""
 TAIL_SPREAD = 0.8
@@ -243,7 +246,7 @@ class DrainEstimator:
     def _background_part(self) -> float:
         """The part of the engine's time that background work had lately, while such jobs waited; 1 if none is known."""
         foreground_s, background_s = self._engine_s
-        return background_s / (foreground_s + background_s) if background_s else 1.0
+        return (background_s + WHOLE_ENGINE_S) / (foreground_s + background_s + WHOLE_ENGINE_S)
 
 
 class _KindOfWork:
@@ -328,8 +331,8 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
     """Return the mean of the jobs' final `part`, weighted by their longest outputs, and how much of it is assumed.
 
     It is the area below the Kaplan-Meier estimate of how many outputs reach a part. What is left of those that reach
-    the last known part is assumed, within their limits. It is the larger of two numbers: the longest output less
-    SHORTENED × what they have so far, and what they have so far.
+    the last known part is assumed, within their limits. It is as much again as what they have so far. At least it is
+    the longest output, and once outputs have ended LONGER × that.
     """
     longest, ended = defaultdict[float, int](int), defaultdict[float, int](int)
     for work in jobs:
@@ -349,5 +352,5 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         reach *= 1 - ended.get(part, 0) / (at_risk + doubted)
         at_risk -= longest[part]
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
-    assumed = reach * max(0.0, min(most - before, max(1 - SHORTENED * before, before)))
+    assumed = reach * max(0.0, min(most - before, max(LONGER if ended else 1.0, before)))
     return mean + assumed, assumed

@@ -87,7 +87,7 @@ class AsyncClient:
         self.control = JobControl(servers, self.submit_unread, self.webhooks, tenant=tenant, terms=self._terms)
         self.files, self.batches = FileRecords(*directory_connection), BatchRecords(*directory_connection)
         find, clock = self.served_pool, servers.clock.now_s
-        self.schedules = Schedules(*directory_connection, find, self.webhooks, clock, tenant, self._terms)
+        self.schedules = Schedules(*directory_connection, find, self.webhooks, self.files, clock, tenant, self._terms)
         self.feed, self._connecting, self._is_closed = CompletionFeed(servers, self.pools), asyncio.Lock(), False
         self.sets = JobSets(servers, self.feed, self.batches, self.control, self, tenant)
 
@@ -213,9 +213,9 @@ class AsyncClient:
             waits = job.background or self._settings.queue_without_node
         try:
             if not waits:
-                await admission.require_taker(job.tenant, job.level)
+                await admission.require_node()
         except UnavailableError as refusal:
-            # A repeated submission adds no job, so it needs no node, and none that takes jobs.
+            # A repeated submission adds no job, so it needs no node.
             has_name = job.idempotency_key or job_id
             if refusal.code == "redis_away" or not has_name or not await server.known_jobs.has(job):
                 raise

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from penstock.contract.channel import Channel
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
-from penstock.contract.job import MEMORY, JobDef, pool_of
+from penstock.contract.job import JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.retries import OUTPUT_REJECTED
 from penstock.producer.client.confirmed_reads import ConfirmedReads
@@ -90,9 +90,7 @@ class JobSource:
             if submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
-            # The job was accepted once, so no limit may refuse it now, and its reader need not wait for the disk.
-            again = replace(submission, terms=submission.terms.without_limits(), durability=MEMORY)
-            attached = await self._broker.submit(again, inbox)
+            attached = await self._broker.submit(submission.repeated(), inbox)
         self.feed.note(attached)
         return attached
 

@@ -89,7 +89,7 @@ class JobSets:
         return sums.counts(owner, wanted.tag)
 
     async def progress(self, *, every_s: float = LOOK_S, **jobs: Unpack[SetOptions]) -> AsyncGenerator[JobCounts, None]:
-        """Yield the counts of a set every `every_s` seconds, until no job of it is open.
+        """Yield the counts of a set every `every_s` seconds, until no job of it is open; of a batch, until its end.
 
         Jobs that are submitted to the set before that count too.
         """
@@ -98,9 +98,17 @@ class JobSets:
         while True:
             counts = await self.counts(**jobs)
             yield counts
-            if not counts.num_open:
+            if not (counts.num_open or await self._is_open_batch(counts)):
                 return
             await asyncio.sleep(every_s)
+
+    async def _is_open_batch(self, counts: JobCounts) -> bool:
+        """Return whether these are the counts of a batch that has not ended.
+
+        Its rows are counted only once all of them were checked, and its files are finished after its last row.
+        """
+        batch_id = counts.batch_id
+        return batch_id is not None and (await self._batches.find(batch_id, counts.tenant)).is_open
 
     async def export(
         self, path: str | Path, *, tag: str, pool: str | None = None, tenant: str | None = None, follow: bool = True

@@ -11,7 +11,6 @@ from math import inf
 from typing import Generic, TypeVar
 
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.contract.pauses import pause_of, paused_error
 from penstock.contract.pool import PoolPressure
 from penstock.producer.client.settings import ADMITTED, decision_of
 from penstock.runtime.event_loop import cancel_until_done
@@ -147,7 +146,7 @@ class CachedState(Generic[T]):
 
 
 class PoolAdmission(CachedState[PoolPressure]):
-    """The pressure of one pool. Redis decides about limits. A client sees to it that there is a node and no pause."""
+    """The pressure of one pool. Redis decides about limits and pauses. A client sees to it that there is a node."""
 
     def __init__(self, pool: str, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
         super().__init__(fetch, PRESSURE_TTL_S)
@@ -164,15 +163,6 @@ class PoolAdmission(CachedState[PoolPressure]):
             error = UnavailableError(message, code="no_node")
             error.pool = self._pool
             raise error
-
-    async def require_taker(self, tenant: str, level: int) -> None:
-        """Return if a node takes such jobs: there is one, and no pause. Otherwise raise UnavailableError."""
-        await self.require_node()
-        # A pause in the copy may have ended since.
-        if pause_of((await self.recent()).pauses, tenant, level) is None:
-            return
-        if (pause := pause_of((await self.renewed()).pauses, tenant, level)) is not None:
-            raise paused_error(pause)
 
 
 def _has_node(pressure: PoolPressure) -> bool:

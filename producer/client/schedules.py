@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from penstock.contract.durations import Span, seconds_of
-from penstock.contract.errors import ConflictError, RequestError, TooLargeError
+from penstock.contract.errors import ConflictError, NotFoundError, RequestError, TooLargeError
 from penstock.contract.job import JobDef, SubmitOptions
 from penstock.contract.problems import request_error
 from penstock.contract.schedule import (
@@ -41,6 +41,7 @@ from penstock.queue.broker.connection import Patience
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.broker.schedules import NEVER_MS, ScheduleStore
 from penstock.queue.broker.submitting import first_words
+from penstock.queue.files.file_records import FileRecords, no_file
 from penstock.queue.job_cost import estimate_cost
 
 SHOWN_RUNS = 5
@@ -104,6 +105,7 @@ class Schedules:
         patience: Patience,
         served_pool: FindsPools,
         webhooks: Webhooks,
+        files: FileRecords,
         clock: Callable[[], float],
         tenant: str,
         terms: Terms,
@@ -112,6 +114,7 @@ class Schedules:
         self.store = ScheduleStore(redis, patience)
         self._served_pool = served_pool
         self._webhooks = webhooks
+        self._files = files
         self._tenant = tenant
         self._terms = terms
         self._clock = clock
@@ -165,7 +168,10 @@ class Schedules:
         tenant: str | None = None,
         **when: Unpack[WhenOptions],
     ) -> Schedule:
-        """Start a batch over a stored file at times that come again; see `create`. With the endpoint `flow`, a flow."""
+        """Start a batch over a stored file at times that come again; see `create`. With the endpoint `flow`, a flow.
+
+        Raises NotFoundError if the tenant has no such file.
+        """
         timing = self.timing_of(when)
         fields = {"input_file_id": input_file_id, "endpoint": endpoint, "completion_window": completion_window}
         rest = {"metadata": metadata, "max_attempts": max_attempts, "retry_backoff_s": retry_backoff_s}
@@ -173,6 +179,10 @@ class Schedules:
             action = ScheduledBatch.model_validate({**fields, **rest, "key_id": when.get("key_id", "")})
         except ValidationError as error:
             raise request_error(error) from None
+        try:
+            await self._files.find(input_file_id, tenant or self._tenant)
+        except NotFoundError:
+            raise no_file(input_file_id, "input_file_id") from None
         return await self._create(action, timing, tenant or self._tenant, when)
 
     def timing_of(self, when: WhenOptions) -> Timing:

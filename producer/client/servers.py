@@ -126,10 +126,8 @@ class Renewal:
         feed = self._inbox.known(submission.job.id)
         inbox = self._inbox.name if feed is not None and feed.boxes else ""
         self._inbox.stats.resubmits += 1
-        # It was accepted once, so no limit may refuse it now. Its caller has the answer, so it waits for no disk.
-        again = replace(submission, terms=submission.terms.without_limits(), durability=MEMORY)
         try:
-            await self._broker.submit(again, inbox)
+            await self._broker.submit(submission.repeated(), inbox)
         except UnavailableError:
             raise
         except PenstockError as error:

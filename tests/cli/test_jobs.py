@@ -16,6 +16,7 @@ import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
+from fakes.terminal import CTRL_C, ENTER, TerminalProcess
 from faults.tools.redis_process import RedisProcess, find_libfaketime
 
 from penstock.producer.client import Client
@@ -146,6 +147,23 @@ def test_jobs_are_changed_retried_and_acted_on_in_bulk(pool: str) -> None:
         assert (old, client.result(new, tenant="bulk").outcome.state) == (first.id, "succeeded")
         refused = jobs(pool, "bulk", "cancel", "--state", "unknown")
         assert (refused.returncode, "state: 'unknown' is not one of" in refused.stderr) == (2, True)
+
+
+def test_bulk_cancel_asks_on_a_terminal_and_says_how_many(pool: str) -> None:
+    words = ("-m", "penstock", "jobs", "bulk", "cancel", "--tag", "asked", "--redis-url", pool)
+    with Client(pool) as client:
+        waiting = [client.submit("hello", tenant="asked", tags=["asked"], not_before_s=600) for _ in range(3)]
+        for keys, status, state in (("n", 1, "scheduled"), ("", 1, "scheduled"), ("y", 0, "cancelled")):
+            with TerminalProcess(*words) as terminal:
+                terminal.wait_for("Cancel 3 jobs of all tenants, 0 of them running? [y/N]: ")
+                assert {job.status().state for job in waiting} == {"scheduled"}
+                terminal.press(keys + ENTER)
+                assert terminal.wait() == status, terminal.screen
+            assert {job.status().state for job in waiting} == {state}
+        with TerminalProcess(*words) as terminal:
+            terminal.wait_for("Cancel 0 jobs of all tenants")
+            terminal.press(CTRL_C)
+            assert terminal.wait() != 0
 
 
 def test_pools_are_paused_and_resumed(pool: str) -> None:

@@ -16,6 +16,7 @@ from penstock.contract.priority import ClassName, allowed_class
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.apis.jobs.answers import links_of
+from penstock.gateway.http.pages import query_of
 from penstock.gateway.request.reading import RequestReader, caller_of
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.producer.client import AsyncClient
@@ -142,6 +143,7 @@ class ControlRoutes:
 
     async def list_bulks(self, request: Request) -> dict[str, Any]:
         """List the bulk actions that the caller's tenant has begun and that have not ended, oldest first."""
+        query_of(request)
         reports = await self._control.running(tenant=caller_of(request).tenant)
         return {"object": "list", "data": [report.as_object() for report in reports]}
 
@@ -155,6 +157,7 @@ class ControlRoutes:
 
     async def paused(self, request: Request) -> dict[str, Any]:
         """List what is paused: for an admin everything, else what concerns the caller's tenant."""
+        query_of(request)
         caller = caller_of(request)
         is_admin = "admin" in caller.scopes
         found = [one for one in await self._control.paused() if is_admin or one.tenant in (None, caller.tenant)]

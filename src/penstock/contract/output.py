@@ -94,7 +94,6 @@ class WaitEstimate(NamedTuple):
 UNKNOWN_WAIT, NO_WAIT = WaitEstimate(), WaitEstimate(0, 0, 0)
 
 PausedKind = Literal["pool", "class", "tenant"]
-PAUSED_KINDS: tuple[PausedKind, ...] = get_args(PausedKind)
 """What an operator may pause, the widest first."""
 
 

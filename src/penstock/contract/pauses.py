@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.errors import POOL_PAUSED, RequestError, UnavailableError
-from penstock.contract.output import PAUSED_KINDS, PausedKind
+from penstock.contract.output import PausedKind
 from penstock.contract.priority import NUM_LEVELS, Priority, class_of_level, is_background
 
 RETRY_MS = 5_000
@@ -48,12 +47,6 @@ class Pause:
 
 def _kind_of_work(level: int) -> str:
     return "background" if is_background(level) else "foreground"
-
-
-def pause_of(pauses: Iterable[Pause], tenant: str, level: int) -> Pause | None:
-    """Return the widest pause that holds back jobs of a tenant and level; None if there is none."""
-    found = [one for one in pauses if one.tenant in (None, tenant) and one.level in (None, level)]
-    return min(found, key=lambda one: PAUSED_KINDS.index(one.kind), default=None)
 
 
 def paused_error(pause: Pause) -> UnavailableError:

@@ -457,9 +457,8 @@ class NodePressure(EngineLoad):
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Input of admission: live nodes' pressure records, queued jobs and their cost per level, and pauses."""
+    """Input of admission: live nodes' pressure records, and queued jobs and their cost per level."""
 
     nodes: tuple[NodePressure, ...] = ()
     backlog_cost: PerLevel = (0,) * NUM_LEVELS
     num_queued: PerLevel = (0,) * NUM_LEVELS
-    pauses: tuple[Pause, ...] = ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
+from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -145,7 +147,7 @@ async def test_running_jobs_are_counted_apart_and_then_by_how_they_ended(
 ) -> None:
     ids = [(await client.submit("hello", tags=["r"], background=True)).id for _ in range(4)]
     waiting = (await client.submit("hello", tags=["r"], **LATER)).id
-    runs = await told_node.take(4)
+    cursor, runs = await client.completions_cursor(), await told_node.take(4)
     dry = await client.control.bulk("cancel", tag="r", dry_run=True)
     assert (dry.state, dry.num_changed, dry.num_asked_to_stop) == ("ended", 1, 4)
     wanted = JobFilter("default", tag="r")
@@ -163,6 +165,14 @@ async def test_running_jobs_are_counted_apart_and_then_by_how_they_ended(
     assert (report.state, report.num_changed, report.num_asked_to_stop) == ("ended", 4, 0)
     assert (report.num_already_over, report.num_failed) == (1, 0)
     assert sorted(await states(client, *ids, waiting)) == ["cancelled"] * 4 + ["succeeded"]
+    # The feed says the same.
+    told = Counter[str]()
+    async with aclosing(client.completions(cursor, tag="r")) as entries:
+        async for _, entry in entries:
+            told[entry.state] += 1
+            if told.total() == len(ids) + 1:
+                break
+    assert told == {"cancelled": report.num_changed, "succeeded": report.num_already_over}
 
 
 async def test_a_cancellation_without_a_filter_must_say_that_it_means_all_jobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -23,14 +24,45 @@ async def test_paused_pool_hands_out_nothing_and_accepts_jobs(queue: Queue, redi
     taken = await queue.running(node)
     (pause,) = await steering.pause(POOL, ["pool"], on=True)
     assert (pause.pool, pause.tenant, pause.level) == (POOL, None, None)
-    job_id = await queue.submit()
+    job_id = await queue.submit(background=True)
     assert ids_of(await node.take()) == []
     assert await node.emit(taken, 0) == "OK"
     assert (await steering.pause(POOL, ["pool"], on=True)) == [pause]
     inbox = await queue.listen(f"penstock:{{{POOL}}}:doorbell:n1")
     assert await steering.pause(POOL, ["pool"], on=False) == []
     assert await inbox.messages() == [b""]
-    assert ids_of(await node.take()) == [job_id]
+    assert ids_of(await node.take(background_due=True)) == [job_id]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [(["pool"], "the pool"), (["level:1"], "class standard"), (["tenant:acme"], "tenant acme")]
+)
+async def test_callers_who_would_wait_are_refused_as_soon_as_the_pause_stands(
+    queue: Queue, redis: Redis, names: list[str], words: str
+) -> None:
+    await queue.node()
+    known = new_job(tenant="acme")
+    await queue.submit(known)
+    # Neither the widest pause alone nor its answer hides what else is paused.
+    await Steering(redis).pause(POOL, [*names, "tenant:acme"], on=True)
+    outcomes = await asyncio.gather(
+        queue.submit(tenant="acme"),
+        queue.submit(tenant="acme", background=True),
+        queue.submit(known),
+        queue.producer.submit(Submission(new_job(tenant="acme"), 10, waits=True)),
+        queue.producer.submit(Submission(new_job(tenant="acme"), 10).repeated()),
+        queue.submit(tenant="rival", priority=Priority.BATCH),
+        return_exceptions=True,
+    )
+    refused = [one for one in outcomes if isinstance(one, BaseException)]
+    assert (outcomes[0], *outcomes[5:][: names == ["pool"]]) == tuple(refused)
+    for error in refused:
+        assert isinstance(error, UnavailableError)
+        assert (error.code, error.pool, error.retry_after_ms > 0) == ("pool_paused", POOL, True)
+        assert error.reason.startswith(words)
+    assert await redis.scard(keys.open_jobs(POOL)) == len(outcomes) - len(refused)  # type: ignore[misc]
+    await Steering(redis).pause(POOL, [*names, "tenant:acme"], on=False)
+    await queue.submit(tenant="acme")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -52,7 +84,8 @@ async def test_paused_class_hides_no_other_class(queue: Queue, redis: Redis, pol
     await steering.pause(POOL, pause_names(None, Priority.STANDARD, None), on=True)
     for background in (False, True):
         for _ in range(200):
-            await queue.submit(priority=Priority.STANDARD, background=background)
+            job = new_job(priority=Priority.STANDARD, background=background)
+            await queue.producer.submit(Submission(job, 100, waits=True))
     fore = await queue.submit(priority=Priority.BATCH)
     back = await queue.submit(priority=Priority.BATCH, background=True)
     assert ids_of(await node.take(background_due=True)) == [back, fore]
@@ -74,8 +107,8 @@ async def test_tasks_of_paused_tenants_wait(queue: Queue, redis: Redis) -> None:
 
 async def test_deadlines_pass_while_jobs_are_paused(queue: Queue, redis: Redis) -> None:
     await queue.node()
-    await Steering(redis).pause(POOL, ["pool"], on=True)
     job_id = await queue.submit(deadline_ms=1000)
+    await Steering(redis).pause(POOL, ["pool"], on=True)
     await queue.age("deadlines", job_id, 10_000)
     await queue.change(job_id, deadline=await queue.now_ms() - 1)
     await queue.sweep()

@@ -38,7 +38,7 @@ from penstock.queue.broker.jobs import (
     times_ms_of,
 )
 from penstock.queue.broker.jobs import JobStatus as JobStatus
-from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, pauses_of, with_allowed_names
+from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import PoolClocks, sweep
 from penstock.queue.broker.submitting import Attached as Attached
 from penstock.queue.broker.submitting import SharedCalls, Submissions, channel_conflict
@@ -340,7 +340,7 @@ class ProducerBroker:
 
     @retried
     async def pressure(self, pool: str) -> PoolPressure:
-        """Return the input of admission: records of all live nodes, jobs and cost queued per level, and pauses.
+        """Return the input of admission: records of all live nodes, jobs and cost queued per level.
 
         A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """
@@ -350,12 +350,11 @@ class ProducerBroker:
             (("ZRANGE", keys.nodes(pool), 0, -1, "WITHSCORES"), []),
             (("HGETALL", keys.pressure(pool)), {}),
             (("HMGET", keys.backlog(pool), *map(str, range(NUM_LEVELS))), [None] * NUM_LEVELS),
-            (("HGETALL", keys.paused(pool)), {}),
             *((("ZCARD", keys.waiting(pool, level)), 0) for level in range(NUM_LEVELS)),
         ]
         with translated():
             answers = await scripts.call_all(self._redis, [command for command, _ in reads])
-            time, clock, scores, records, backlog, pauses, *num_queued = without_wrong_types(
+            time, clock, scores, records, backlog, *num_queued = without_wrong_types(
                 answers, [default for _, default in reads]
             )
         alive_since_ms = self._alive_since_ms(pool, time, *clock)
@@ -363,8 +362,7 @@ class ProducerBroker:
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
-        nodes, paused = tuple(self._pressures(pool, alive)), tuple(pauses_of(pool, pauses))
-        return PoolPressure(nodes, tuple(map(whole, backlog)), tuple(num_queued), paused)
+        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(map(whole, backlog)), tuple(num_queued))
 
     def _alive_since_ms(self, pool: str, time: tuple[int, int], lease_ms: bytes | None, ahead_ms: bytes | None) -> int:
         return self._clocks.alive_since_ms(pool, pool_ms(time, ahead_ms), whole(lease_ms, LEASE_MS if lease_ms else 0))

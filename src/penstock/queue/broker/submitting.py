@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,11 +25,13 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import MEMORY, NO_RESPONSE, Durability, JobDef, ResponseRecord
 from penstock.contract.output import UNKNOWN_WAIT, WaitEstimate
+from penstock.contract.pauses import paused_error
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, error_of_reply, retried
 from penstock.queue.broker.durable_calls import DurableCalls, not_confirmed
+from penstock.queue.broker.pools import pauses_of
 from penstock.queue.broker.scripts import Argument, PoolClocks
 from penstock.queue.job_cost import RateTokens, estimate_output_bytes, spread_with_jobs
 from penstock.queue.wire import MAX_BYTES as MAX_WIRE_BYTES
@@ -148,6 +150,12 @@ class Submission:
     """The name under which the caller asked for the model. Lists of jobs show it."""
     waits: bool = False
     """Whether the caller of foreground work lets it wait for a node and for the end of a pause."""
+    is_repeated: bool = False
+    """Whether the queue has accepted the job before and lost it, so that no pause refuses it."""
+
+    def repeated(self) -> Submission:
+        """Return the submission of a job that the queue lost. No limit or pause refuses it; it waits for no disk."""
+        return replace(self, terms=self.terms.without_limits(), durability=MEMORY, is_repeated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +254,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "limits": None if None in limits else "{} {}".format(*limits),
         "max_wait_ms": job.max_wait_ms,
         "waits": 1 if submission.waits and not job.background else None,
+        "is_repeated": 1 if submission.is_repeated else None,
         "in_feed": None if job.in_feed else 0,
         "ttl_in_ms": job.ttl_ms or None,
         "tags": " ".join((*job.tags, *map(custom_mark, filter(None, [job.custom_id])))),
@@ -390,21 +399,29 @@ def _refusal_of(kind: str, answer: list[Any], job: JobDef) -> PenstockError:
         case "UNKNOWN_POOL":
             # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.
             return UnavailableError(f"no node serves the pool {job.pool} now", code="no_node")
-        case "ID_CONFLICT":
-            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
-        case "IDEMPOTENCY_CONFLICT":
-            message = "this idempotency key was used with another request"
-            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
-        case "CHANNEL_CONFLICT":
-            return channel_conflict(job.id)
+        case "ID_CONFLICT" | "IDEMPOTENCY_CONFLICT" | "CHANNEL_CONFLICT":
+            return _conflict_of(kind, job)
         case "BAD_ID_AGE":
             message = f"job id {job.id} is older than {answer[1] // 60_000} min or from the future"
             return RequestError(message, code="bad_id", param="job_id")
+        case "PAUSED":
+            (pause,) = pauses_of(job.pool, {answer[1]: answer[2]})
+            return paused_error(pause)
         case "BUSY":
             return _busy_error(answer[1].decode(), *answer[2:])
         case "ERR":
             return error_of_reply(answer[1].decode(errors="replace"))
     return InvariantError(f"submit answered {kind}")
+
+
+def _conflict_of(kind: str, job: JobDef) -> ConflictError:
+    match kind:
+        case "ID_CONFLICT":
+            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
+        case "CHANNEL_CONFLICT":
+            return channel_conflict(job.id)
+    message = "this idempotency key was used with another request"
+    return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
 
 
 def _busy_error(

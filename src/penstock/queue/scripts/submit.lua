@@ -13,7 +13,8 @@
 --   token rate. Without rate_prompt the cost counts. most_tokens: the most that the job may use; absent: the cost.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; absent: that of its class or
 --   its pool.
---   waits: 1 for foreground work that waits for the end of a pause; absent for other jobs.
+--   waits: 1 for foreground work that waits for the end of a pause; absent for other jobs. Other foreground work is refused
+--   during a pause, except with is_repeated: 1 for a job that was accepted before, and lost.
 --   channel, needs_reader, limits, model, words: the job's fields of these names (prelude.lua).
 --   in_feed: 0 for a job whose end is no completion of its tenant.
 --   tags: separated by spaces. metadata: as JSON. retry_of: the uuid of the job's id that it repeats.
@@ -23,7 +24,8 @@
 --   response: the stored record of a response, or ''.
 -- Answer, one per job: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|CHANNEL_CONFLICT|
 --       UNKNOWN_POOL}
---       | {BAD_ID_AGE, max_age_ms} | {BUSY, limit's name, limit, retry_after_ms, num_ahead, wait_ms, spread} | {ERR, text}
+--       | {BAD_ID_AGE, max_age_ms} | {BUSY, limit's name, limit, retry_after_ms, num_ahead, wait_ms, spread}
+--       | {PAUSED, field of P:paused, its value} | {ERR, text}
 --   num_ahead: queued jobs of its or a more urgent level. ERR: a script error for this job only.
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it. spread: the standard
 --   error of the pace's logarithm, in thousandths.
@@ -516,9 +518,20 @@ do
     end
   end
 
-  -- Returns the answer to a job that a limit refuses, or nil.
+  -- The caller of foreground work does not wait for the end of a pause, unless it says so. The widest pause is named.
+  local function is_paused(job)
+    if job.in_background or job.waits or job.is_repeated then return nil end
+    if queue.has_pauses == nil then queue.has_pauses = redis.call('EXISTS', P .. ':paused') == 1 end
+    if not queue.has_pauses then return nil end
+    for _, name in ipairs({'pool', 'level:' .. job.level, 'tenant:' .. job.tenant}) do
+      local since = redis.call('HGET', P .. ':paused', name)
+      if since then return {'PAUSED', name, since} end
+    end
+  end
+
+  -- Returns the answer to a job that a pause or a limit refuses, or nil.
   function refusal_of(job)
-    return exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job) or exceeds_rates(job)
+    return is_paused(job) or exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job) or exceeds_rates(job)
   end
 end
 

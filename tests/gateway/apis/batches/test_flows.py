@@ -352,6 +352,15 @@ def test_a_schedule_starts_a_flow_whose_rows_take_its_attempts(
             assert refused.value.param == next(iter(wrong))
 
 
+def test_the_progress_of_a_batch_goes_on_until_its_end(http: httpx.Client, engine: EchoEngine, redis_url: str) -> None:
+    """Also while its rows are checked: none of them counts then."""
+    batch_id = make(http, *(row(f"r{at}", "x") for at in range(MAX_ROWS)))
+    with Client(redis_url) as client:
+        *_, last = client.sets.progress(batch=batch_id, every_s=0.02)
+    assert http.get(f"/v1/batches/{batch_id}").json()["status"] == "completed"
+    assert (last.total, last.num_ended, dict(last.states)) == (MAX_ROWS, MAX_ROWS, {"succeeded": MAX_ROWS})
+
+
 def test_a_client_without_files_says_what_it_needs(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_moment_starts_its_job_by_itself(callers: Callers) -> None:
             "completion_window",
         ),
         ({"every_s": 60, "job": None, "batch": {"input_file_id": "f", "endpoint": "/v1/x"}}, 400, "batch.endpoint"),
+        ({"every_s": 60, "job": None, "batch": {"input_file_id": "f", "endpoint": "flow"}}, 404, "input_file_id"),
         (
             {"every_s": 60, "job": None, "batch": {"input_file_id": "f", "endpoint": "flow", "max_attempts": 9}},
             400,
