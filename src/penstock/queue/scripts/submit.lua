@@ -531,7 +531,8 @@ do
 
   -- Returns the answer to a job that a pause or a limit refuses, or nil.
   function refusal_of(job)
-    return is_paused(job) or exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job) or exceeds_rates(job)
+    return is_paused(job) or exceeds_pool(job) or exceeds_wait(job) or exceeds_memory(job) or exceeds_tenant(job)
+      or exceeds_rates(job)
   end
 end
 
