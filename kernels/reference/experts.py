@@ -1,8 +1,6 @@
-"""Mixtures of experts: how experts are chosen, and what a token gets of its experts."""
+"""Mixtures of experts: how experts are chosen."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,16 +37,3 @@ def choose_experts(
     every = torch.arange(num_shared, device=scores.device).expand(len(scores), -1) + scores.shape[1]
     gate = torch.ones(len(scores), device=scores.device) if gates is None else torch.sigmoid(gates.float())
     return torch.cat((chosen, every), -1), torch.cat((weights, gate.unsqueeze(-1).expand(every.shape)), -1)
-
-
-def mix_experts(x: Tensor, chosen: Tensor, shares: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts in float32.
-
-    expert: computes one expert for rows. Experts below 0 are none.
-    """
-    outputs = [[expert(at, x[i : i + 1])[0].float() for at in row if at >= 0] for i, row in enumerate(chosen.tolist())]
-    mixed = [
-        torch.stack([share * row for share, row in zip(weights, rows, strict=False)]).sum(0)
-        for weights, rows in zip(shares.float(), outputs, strict=True)
-    ]
-    return torch.stack(mixed)

@@ -26,7 +26,6 @@ from penstock.gpu_node.model.gpu.linear import (
     EmbeddingTable,
     Int4Linear,
     KeptLinear,
-    PlainLinear,
     ScaledLinear,
     linear_of,
     pad_rows,
@@ -37,11 +36,6 @@ from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, rea
 from penstock.kernels.triton.blocks import BLOCK_COLUMNS
 from penstock.kernels.triton.experts import ExpertMatrices
 from penstock.kernels.triton.int4 import pair_scales
-
-
-def plain_linear(stored: StoredLinear, convert: Convert) -> PlainLinear:
-    """Load a matrix in the decoder's dtype."""
-    return PlainLinear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
 
 
 def load_weights(
