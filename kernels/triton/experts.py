@@ -328,10 +328,13 @@ def _tiles_of(
     """Return the tiles of a product, by the pairs that an expert has on average; estimates, measured on no GPU."""
     average = num_pairs / num_experts
     rows = 64 if deterministic else 16 if average <= 16 else 64 if average <= 96 else 128
-    columns = BLOCK_COLUMNS if dtype.itemsize == 1 or kind in ("int4", "mxfp4") else 128 // dtype.itemsize
+    is_narrow = kind in ("int4", "mxfp4")
+    columns = BLOCK_COLUMNS if dtype.itemsize == 1 or is_narrow else 128 // dtype.itemsize
     if rows == 16:
         return Tiles(rows, 64, columns, 4, 4)
-    return Tiles(rows, 64 if dtype.itemsize > 2 else 128, columns, rows // 16, 3)
+    # Four warps have no registers for 128 outputs in float32, nor for as many that are widened.
+    outputs = 64 if dtype.itemsize > 2 or (is_narrow and rows == 64) else 128
+    return Tiles(rows, outputs, columns, rows // 16, 3)
 
 
 def sum_experts(of_pairs: Tensor, routes: Routes) -> Tensor:
