@@ -61,7 +61,7 @@ def _write(shape: Shape, folder: Path) -> None:
     from bench.larger.models import write_texts
 
     kind, architecture, sizes = shape
-    config = getattr(transformers, kind)(**sizes | _TEXTS)
+    config = getattr(transformers, kind)(**_TEXTS | sizes)
     hf = folder / "hf-bf16"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

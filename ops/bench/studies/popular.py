@@ -65,6 +65,7 @@ _GPT_OSS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "num_local_experts": 32,
+    "max_position_embeddings": 131_072,
     "num_experts_per_tok": 4,
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 5,
