@@ -219,7 +219,8 @@ class GpuDecoder:
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 residual, delta, mixed = _at_samples(step.sampling, residual, delta, mixed)
-                adapted, slots = adapted.at_samples(), slots[step.sampling]
+                adapted = adapted.at_samples()
+                slots = slots if self._experts_of(i) is None else slots[step.sampling]
             delta = self._after_mixers(residual, delta, mixed, i, layer, adapted, slots)
         return add_norm(residual, delta, weights.final_norm)
 
