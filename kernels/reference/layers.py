@@ -22,6 +22,7 @@ def paged_attention(
     window: int | None = None,
     biases: Tensor | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a mixed batch of prefill chunks and decode steps, computed in float32.
 
@@ -29,7 +30,8 @@ def paged_attention(
     including those of this step; block_tables: [num_seqs, max_blocks]; scale: of the scores, head_dim ** -0.5 by
     default; window: the most tokens that a query sees, its own included; biases: [num_heads, num_positions], added
     to the scores of a token by its position (ALiBi, arXiv:2108.12409); cap: of the scores, before biases: a score s
-    becomes cap * tanh(s / cap). Returns q's shape and dtype.
+    becomes cap * tanh(s / cap); sinks: [num_heads], a score of each head that takes a share of the attention and has no
+    value. Returns q's shape and dtype.
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
@@ -46,7 +48,10 @@ def paged_attention(
                 scores = cap * torch.tanh(scores / cap)
             if biases is not None:
                 scores += biases[:, first:visible].reshape(num_kv_heads, -1, visible - first)
-            out[token] = (torch.softmax(scores, dim=-1) @ values).reshape(-1, head_dim).to(q.dtype)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float().view(num_kv_heads, -1, 1)), dim=-1)
+            shares = torch.softmax(scores, dim=-1)[..., : visible - first]
+            out[token] = (shares @ values).reshape(-1, head_dim).to(q.dtype)
     return out
 
 
@@ -181,12 +186,14 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     offset: float = 0.0,
+    value_norm: bool = False,
 ) -> Tensor:
     """Norm the heads of queries and keys, apply RoPE to them, and store keys and values in the cache.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys, values; positions, slots: [num_tokens],
     slot -1 skips a token; cos, sin: [num_positions, rotary_dim // 2], of width 0 without RoPE; q_norm, k_norm:
-    [head_dim], weights of RMS norms, without `offset`. Returns the queries, [num_tokens, num_heads, head_dim].
+    [head_dim], weights of RMS norms, without `offset`; value_norm: whether values have an RMS norm without weights.
+    Returns the queries, [num_tokens, num_heads, head_dim].
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     heads = qkv.view(len(qkv), -1, head_dim)
@@ -195,14 +202,23 @@ def rotate_and_store(
     q = q if q_norm is None else rms_norm(q, q_norm.float() + offset, eps)
     k = k if k_norm is None else rms_norm(k, k_norm.float() + offset, eps)
     q, k = (rope(x, cos[positions.long()], sin[positions.long()]) for x in (q, k))
+    v = rms_norm(v, torch.ones(head_dim, device=v.device), eps) if value_norm else v
     store_kv(k, v, cache, slots)
     return q.contiguous()
 
 
-def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up in float32. gate_up: [num_tokens, 2 * inter], gate first; returns [num_tokens, inter]."""
+def gate_mul(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
+    """activation(gate) * up in float32. gate_up: [num_tokens, 2 * inter], gate first; returns [num_tokens, inter].
+
+    clamp: limit and slope of a clamped gate g: min(g, limit) * sigmoid(slope * min(g, limit)) * (u + 1), with u the up
+    projection within -limit and limit. There the activation has no meaning.
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    if clamp is None:
+        return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    limit, slope = clamp
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(slope * gate) * (up + 1)).to(gate_up.dtype)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

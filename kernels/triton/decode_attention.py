@@ -66,6 +66,19 @@ def capped(scores, CAP: tl.constexpr):
 
 
 @triton.jit
+def begin_softmax(sinks, heads, is_head, is_first, SUNK: tl.constexpr):
+    """Return the running maximum, in units of log2(e), and the total of rows that have seen no key, [rows] each.
+
+    SUNK: of the first split, each row has seen the sink of its head, a key without a value.
+    """
+    best, total = tl.where(is_head, -float("inf"), -float("inf")), tl.where(is_head, 0.0, 0.0)
+    if SUNK:
+        seen = tl.load(sinks + heads, mask=is_head, other=0.0) * LOG2_E
+        best, total = tl.where(is_first, seen, best), tl.where(is_first, 1.0, total)
+    return best, total
+
+
+@triton.jit
 def weigh_values(p, shrink, unit, scales):
     """Return p times the values' scales, and the shrinkage, in the unit of the largest scale so far; and this unit.
 
@@ -90,6 +103,7 @@ def _decode(
     starts,
     seqs,
     biases,
+    sinks,
     scale,
     bias_stride,
     table_stride,
@@ -112,6 +126,7 @@ def _decode(
     QUANTIZED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
+    SUNK: tl.constexpr,
     CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -137,8 +152,7 @@ def _decode(
     if NARROW:
         queries, largest = as_float16(queries)
         row_scale *= largest
-    best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    best, total = begin_softmax(sinks, heads, g < GROUP, split == 0, SUNK)
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     for at in range(begin, end, TILE):
         tokens = at + t
@@ -241,6 +255,7 @@ def decode_attention(
     window: int = 0,
     biases: Tensor | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Write the attention of the only query of each of `seqs`, [num_rows] in int32, to its row of `out`.
@@ -263,9 +278,9 @@ def decode_attention(
     _decode[(num_rows, num_kv_heads, splits)](
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, seqs),
-        *scales_and_strides(cache, block_tables, scale, biases),
+        *scales_and_strides(cache, block_tables, scale, biases, sinks),
         GROUP_PAD=padded(group, 16),
-        **kinds_of(cache, group, biases, cap, q.dtype),
+        **kinds_of(cache, group, biases, cap, q.dtype, sinks),
         **cut,
         **launch.options,
     )
@@ -276,15 +291,20 @@ def decode_attention(
 
 
 def scales_and_strides(
-    cache: PagedCache, block_tables: Tensor, scale: float, biases: Tensor | None
+    cache: PagedCache, block_tables: Tensor, scale: float, biases: Tensor | None, sinks: Tensor | None = None
 ) -> tuple[Tensor | float | None, ...]:
     """Return the arguments that attention kernels take after their tables, from `biases` to `host_scale_jump`."""
-    by_bias = biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0)
+    by_bias = biases, sinks, scale * LOG2_E.value, 0 if biases is None else biases.stride(0)
     return *by_bias, block_tables.stride(0), *cache_strides(cache)
 
 
 def kinds_of(
-    cache: PagedCache, group: int, biases: Tensor | None, cap: float | None, dtype: torch.dtype
+    cache: PagedCache,
+    group: int,
+    biases: Tensor | None,
+    cap: float | None,
+    dtype: torch.dtype,
+    sinks: Tensor | None = None,
 ) -> dict[str, int | float | bool]:
     """Return the constants that attention kernels are compiled for. group: query heads per key head; dtype: of queries.
 
@@ -294,7 +314,8 @@ def kinds_of(
     has_scales, has_biases = cache.k_scales is not None, biases is not None
     is_narrow = cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
     sizes = {"GROUP": group, "BLOCK": cache.block_size, "CAP": cap or 0.0}
-    return {**sizes, "QUANTIZED": has_scales, "NARROW": is_narrow, "BIASED": has_biases}
+    kinds = {"QUANTIZED": has_scales, "NARROW": is_narrow, "BIASED": has_biases, "SUNK": sinks is not None}
+    return {**sizes, **kinds}
 
 
 def cache_strides(cache: PagedCache) -> tuple[int, ...]:

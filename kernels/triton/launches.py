@@ -86,14 +86,16 @@ def attention_launch(
 def _prefill_launch(num_bytes: int, rows: int, capability: int) -> Launch:
     """Return the launch for `rows` queries per tile, with the most stages that shared memory holds.
 
-    num_bytes: of one head's vector. A warp multiplies 16 rows, so each warp has its own. With three stages, the block
-    table of a tile arrives while the keys and values of the tile before it do.
+    num_bytes: of one head's vector. A warp multiplies 16 rows, so each warp has its own; of vectors above 512 bytes two
+    warps share rows, because one's registers do not hold the sums. With three stages, the block table of a tile arrives
+    while the keys and values of the tile before it do.
     """
     # Before Hopper, and on consumer GPUs, a product's left matrix is in registers, which leaves fewer for the scores.
     tile = max(16, min(64, (16 << 10 if 90 <= capability < 120 else 8 << 10) // num_bytes))
     # The queries, and two buffers of keys and of values.
     kib = (rows + 2 * 2 * tile) * num_bytes / 1024
-    return Launch(tile, rows // 16, 3 if kib <= shared_memory_kib(capability) else 1)
+    warps = rows // 16 * (2 if num_bytes > 512 else 1)
+    return Launch(tile, warps, 3 if kib <= shared_memory_kib(capability) else 1)
 
 
 def prefill_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
@@ -54,6 +56,8 @@ def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float, first: int 
     return out
 
 
+Clamp: TypeAlias = tuple[float, float]
+"""Limit and slope of clamped gates."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
@@ -78,19 +82,29 @@ def _activate(
     COLUMNS: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
     MOST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid [tokens, runs of columns], of one run where MOST is not 0.
 
-    MOST: the largest number of the format that `out` is quantized to, or 0.
+    MOST: the largest number of the format that `out` is quantized to, or 0. LIMIT, SLOPE: of clamped gates, or 0.
     """
     wait_for_kernel_ahead(DEPENDENT)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, width = tl.program_id(0).to(tl.int64), 2 * INNER if GATED else INNER
-    y = _activated(tl.load(x + row * width + i, mask=i < INNER, other=0.0).to(tl.float32), KIND)
+    y = tl.load(x + row * width + i, mask=i < INNER, other=0.0).to(tl.float32)
+    if LIMIT > 0:
+        y = tl.minimum(y, LIMIT)
+        y *= tl.sigmoid(SLOPE * y)
+    else:
+        y = _activated(y, KIND)
     if GATED:
-        y *= tl.load(x + row * width + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
+        up = tl.load(x + row * width + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
+        if LIMIT > 0:
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        y *= up
     if MOST > 0:
         store_quantized(out, scales, y.to(x.dtype.element_ty).to(tl.float32), row, i, INNER, MOST)
     else:
@@ -109,6 +123,7 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     offset: float = 0.0,
+    value_norm: bool = False,
 ) -> Tensor:
     """As `kernels.reference.layers.rotate_and_store`; positions and slots in int32, cos and sin in float32.
 
@@ -129,6 +144,7 @@ def rotate_and_store(
         ROTARY=2 * cos.shape[-1],
         NORMED=q_norm is not None,
         OFFSET=offset,
+        VALUES_NORMED=value_norm,
         MOST=0.0 if cache.k_scales is None else QUANTIZED_MAX[cache.k.dtype],
         # A head's numbers and their partners stay in registers, also where 71 queries share a key.
         num_warps=min(8, max(2, padded(group) * padded(head_dim) // 1024)),
@@ -137,9 +153,9 @@ def rotate_and_store(
     return out
 
 
-def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
+def gate_mul(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
     """As `kernels.reference.layers.gate_mul`; rows must be contiguous."""
-    return _activated_rows(gate_up, gate_up.shape[1] // 2, activation)
+    return _activated_rows(gate_up, gate_up.shape[1] // 2, activation, clamp)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -147,7 +163,9 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return _activated_rows(x, x.shape[1], activation)
 
 
-def activate_quantized(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool) -> QuantizedRows:
+def activate_quantized(
+    x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool, clamp: Clamp | None = None
+) -> QuantizedRows:
     """Return `quantize_vectors` of `gate_mul` if gated, else of `activate`, in one pass."""
     inner = x.shape[1] // 2 if gated else x.shape[1]
     rows = QuantizedRows.empty(len(x), inner, dtype, x.device)
@@ -158,6 +176,7 @@ def activate_quantized(x: Tensor, activation: str, dtype: torch.dtype, *, gated:
         COLUMNS=columns,
         KIND=activation,
         GATED=gated,
+        **_limits(clamp),
         MOST=QUANTIZED_MAX[dtype],
         num_warps=warps_for(columns),
         **dependent_launch(x.device),
@@ -165,10 +184,15 @@ def activate_quantized(x: Tensor, activation: str, dtype: torch.dtype, *, gated:
     return rows
 
 
-def _activated_rows(x: Tensor, inner: int, activation: str) -> Tensor:
+def _limits(clamp: Clamp | None) -> dict[str, float]:
+    limit, slope = clamp or (0.0, 0.0)
+    return {"LIMIT": limit, "SLOPE": slope}
+
+
+def _activated_rows(x: Tensor, inner: int, activation: str, clamp: Clamp | None = None) -> Tensor:
     out, gated = torch.empty(len(x), inner, dtype=x.dtype, device=x.device), x.shape[1] > inner
     grid = (len(x), triton.cdiv(inner, _COLUMNS))
-    kinds = {"KIND": activation, "GATED": gated, "MOST": 0.0, **dependent_launch(x.device)}
+    kinds = {"KIND": activation, "GATED": gated, "MOST": 0.0, **_limits(clamp), **dependent_launch(x.device)}
     _activate[grid](out, out, x, INNER=inner, COLUMNS=_COLUMNS, **kinds)
     return out
 

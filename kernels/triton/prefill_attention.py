@@ -12,6 +12,7 @@ from penstock.kernels.arguments import PagedCache
 from penstock.kernels.triton.decode_attention import (
     LOG2_E,
     as_float16,
+    begin_softmax,
     block_offset,
     capped,
     kinds_of,
@@ -107,6 +108,7 @@ def _prefill(
     starts,
     tiles,
     biases,
+    sinks,
     scale,
     bias_stride,
     table_stride,
@@ -127,6 +129,7 @@ def _prefill(
     QUANTIZED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
+    SUNK: tl.constexpr,
     CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -150,12 +153,8 @@ def _prefill(
     if NARROW:
         queries, largest = as_float16(queries)
         row_scale *= largest
-    state = (
-        tl.full([ROWS], -float("inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        tl.zeros([ROWS, HEAD_PAD], tl.float32),
-        tl.full([], 1e-30, tl.float32),
-    )
+    best, total = begin_softmax(sinks, head + r * 0, r >= 0, r >= 0, SUNK)
+    state = (best, total, tl.zeros([ROWS, HEAD_PAD], tl.float32), tl.full([], 1e-30, tl.float32))
     begin = tl.maximum(prefix + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
     # Every row sees all keys of the tiles below the diagonal. A window's lower edge is another diagonal.
     whole_end = begin if WINDOW > 0 else (prefix + offset + 1) // TILE * TILE
@@ -202,6 +201,7 @@ def prefill_attention(
     window: int = 0,
     biases: Tensor | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     rows: int = QUERY_TILE,
     launch: Launch | None = None,
 ) -> None:
@@ -215,13 +215,13 @@ def prefill_attention(
     _prefill[(len(tiles), num_heads)](
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),
-        *scales_and_strides(cache, block_tables, scale, biases),
+        *scales_and_strides(cache, block_tables, scale, biases, sinks),
         HEAD=head_dim,
         HEAD_PAD=padded(head_dim, 16),
         ROWS=rows,
         TILE=launch.tile,
         WINDOW=window,
-        **kinds_of(cache, group, biases, cap, q.dtype),
+        **kinds_of(cache, group, biases, cap, q.dtype, sinks),
         **launch.options,
         **dependent_launch(q.device),
     )

@@ -90,6 +90,7 @@ def rotate_and_store_kernel(
     ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
     OFFSET: tl.constexpr,
+    VALUES_NORMED: tl.constexpr,
     MOST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -118,6 +119,8 @@ def rotate_and_store_kernel(
         )  # fmt: skip
         value_at = key_at + num_kv_heads * HEAD
         value = tl.load(qkv + value_at + d[None, :], mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
+        if VALUES_NORMED:
+            value *= tl.rsqrt(tl.sum(value * value, 1) / HEAD + eps)[:, None]
         block, offset = slot // BLOCK, slot % BLOCK
         kept_at = block_offset(block, block_stride, host_from, host_jump) + head * head_stride + offset * HEAD
         scale_at = block_offset(block, scale_block_stride, host_from, host_scale_jump)

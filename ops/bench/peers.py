@@ -33,6 +33,7 @@ LLAMA_OPTIONS = {
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+AVX2 = "avx2"
 FLOAT_BACKEND = FOLDER / "src" / "libggml-blas.so"
 """llama.cpp's backend for OpenBLAS: from 32 tokens on, it multiplies widened weights by activations in float32."""
 UNUSED = {"vllm": ("torchvision", "torchaudio", "torchcodec"), "openvino-export": ("torchvision",)}
@@ -45,9 +46,16 @@ def interpreter(peer: str) -> Path | None:
     return _python(peer) if (FOLDER / peer / INSTALLED).exists() else None
 
 
-def llama_binary(name: str) -> Path:
-    """A program of the llama.cpp that the binding comes with."""
-    return LLAMA_BUILD / "bin" / name
+def llama_binary(name: str, isa: str = "") -> Path:
+    """A program of the llama.cpp that the binding comes with. isa: compiled for `AVX2`, at the first call."""
+    folder = LLAMA_BUILD if not isa else LLAMA_BUILD.with_name(f"{LLAMA_BUILD.name}-{isa}")
+    if isa == AVX2 and not (folder / "bin" / name).exists():
+        [vendor] = (FOLDER / "src").glob("llama_cpp_python-*/vendor/llama.cpp")
+        known = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
+        flags = LLAMA_OPTIONS | {"GGML_NATIVE": "OFF"} | {f"GGML_{one}": "ON" for one in known}
+        _run("cmake", "-S", vendor, "-B", folder, *(f"-D{option}={value}" for option, value in flags.items()))
+        _run("cmake", "--build", folder, "--parallel", str(os.cpu_count()), "--target", name)
+    return folder / "bin" / name
 
 
 def llama_float_backend() -> Path:

@@ -30,6 +30,7 @@ class SdpaAttention:
         window: int | None,
         biases: Tensor | None,
         cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Implement `AttentionBackend.attend`."""
         bounds, group = starts.tolist(), q.shape[1] // cache.k.shape[0]
@@ -48,11 +49,14 @@ class SdpaAttention:
             if biases is not None:
                 added = added + biases[:, None, :context]
             queries = q[span].float().transpose(0, 1)
-            if cap is None:
+            if cap is None and sinks is None:
                 attended = functional.scaled_dot_product_attention(queries, k, v, attn_mask=added, scale=scale)
             else:
-                scores = cap * torch.tanh(queries @ k.transpose(1, 2) * (scale / cap))
-                attended = torch.softmax(scores + added, dim=-1) @ v
+                scores = queries @ k.transpose(1, 2) * scale
+                scores = (scores if cap is None else cap * torch.tanh(scores / cap)) + added
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(positions), 1)), dim=-1)
+                attended = torch.softmax(scores, dim=-1)[..., :context] @ v
             out[span] = attended.transpose(0, 1).to(out.dtype)
 
 

@@ -19,7 +19,9 @@ from bench_gpu.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/kernels/triton", "tests/gpu_node/model/gpu")
-_NEED_CHECKPOINTS = ("adapters", "graphs", "load", "offload", "ranks", "recurrent", "runner", "stale_blocks", "stored")
+_NEED_CHECKPOINTS = (
+    *("adapters", "experts", "graphs", "load", "offload", "ranks", "recurrent", "runner", "stale_blocks", "stored"),
+)
 """Files of the second folder that read checkpoints or run an engine, which needs more packages than a kernel."""
 _NO_TESTS = 5
 """pytest's exit code where a file has no test to run, such as without Hypothesis."""

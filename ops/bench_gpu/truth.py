@@ -13,7 +13,7 @@ from fixtures.sampling import SamplingCase, rows_of
 from torch import Tensor
 from torch.nn import functional
 
-from bench_gpu import truth_layers
+from bench_gpu import truth_experts, truth_layers
 from bench_gpu.shapes import BLOCK_SIZE, Pages, Sizes, ints, normal
 from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal, stored_bound
 from penstock.gpu_node.model.gpu.decoder import AttentionRows, TritonAttention
@@ -46,6 +46,9 @@ def check_kernels(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
         formats.append(torch.float8_e4m3fn)
     checks: list[Callable[..., Iterator[Row]]] = [*(truth_layers.check, _copies, _lora, _plain_products, _sampler)]
+    checks.append(truth_experts.check)
+    if torch.float8_e4m3fn in formats:
+        checks.append(truth_experts.check_blocks)
     with poisoned():
         for check in checks:
             yield from check(sizes, device)
@@ -128,12 +131,14 @@ def _attention(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterato
         query_rows = 64 if count == 1 else runners
         tiles = ints(prefill_tiles(starts, chunks, query_rows), device)
         rows = AttentionRows(ints(decoding, device), tiles, count, query_rows)
-        for window, cap in ((None, None), (sizes.context // 3, None), (None, 2.0)):
+        sinks = torch.randn(sizes.heads, device=device)
+        for window, cap, sunk in ((None, None, None), (sizes.context // 3, None, sinks), (None, 2.0, None)):
             out = torch.empty_like(q)
-            given: dict[str, Any] = {"scale": sizes.head_dim**-0.5, "window": window, "cap": cap}
+            given: dict[str, Any] = {"scale": sizes.head_dim**-0.5, "window": window, "cap": cap, "sinks": sunk}
             TritonAttention().attend(out, q, pages.cache, *tables, rows, biases=None, **given)
-            want = _attended(q, pages, starts, contexts, window, cap)
+            want = _attended(q, pages, starts, contexts, window, cap, sunk)
             name = f"attention {kept}, {count} splits, window {window}, cap {cap}".replace("torch.", "")
+            name += "" if sunk is None else ", sinks"
             yield judge(f"{name}, decode", out[starts[decoding]], want[starts[decoding]], ATTENTION)
             first = int(starts[chunks[0]])
             yield judge(f"{name}, prefill", out[first:], want[first:], ATTENTION)
@@ -146,6 +151,7 @@ def _attended(
     contexts: np.ndarray[Any, Any],
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     cache: PagedCache = pages.cache
     group, parts = q.shape[1] // cache.k.shape[0], []
@@ -161,7 +167,11 @@ def _attended(
             hidden |= at[None, :] <= positions[:, None] - window
         scores = torch.einsum("qhd,khd->hqk", queries, k) * q.shape[2] ** -0.5
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks.double().view(-1, 1, 1).expand(-1, len(queries), 1)
+            scores = torch.cat((scores, column), dim=-1)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :context], v))
     return torch.cat(parts)
 
 

@@ -67,7 +67,7 @@ class GpuAdapters:
         self._tables = {
             (at, matrix): self._table(layer, matrix, num_slots, dtype)
             for at, layer in enumerate(spec.layers if num_slots else ())
-            for matrix in layer.matrices
+            for matrix in layer.adapted_matrices
         }
         numbers_of = Counter[int]()
         for (at, _), table in self._tables.items():
@@ -97,7 +97,7 @@ class GpuAdapters:
         """Start copying one layer's part of an adapter through `staged`, pinned and flat."""
         at = 0
         spec = self._spec.layers[layer]
-        for matrix in spec.matrices:
+        for matrix in spec.adapted_matrices:
             table = self._tables[layer, matrix]
             halves: list[Tensor] = []
             for target in (table.down[adapter_slot], table.up[adapter_slot]):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,18 +16,19 @@ from penstock.gpu_node.model.architecture.recurrent import DeltaRule
 from penstock.gpu_node.model.architecture.rope import Rope
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
+from penstock.gpu_node.model.gpu.experts import GpuExperts, activated, clamp_of, scale_halves
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
 from penstock.gpu_node.model.gpu.recurrent import StatePool, mix
 from penstock.gpu_node.model.protocol import MatrixName
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm, Product
-from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, MixtureWeights, Norm, Product
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, query_factors, rope_angles
 from penstock.gpu_node.model.torch_common.ranks import ONE_RANK, Communicator
 from penstock.kernels.arguments import Addend, PagedCache, StateRows
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import prefill_rows
-from penstock.kernels.triton.layers import activate, bound_logits, embed, gate_mul, rotate_and_store
+from penstock.kernels.triton.layers import bound_logits, embed, rotate_and_store
 from penstock.kernels.triton.norms import add_norm, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention
 
@@ -62,6 +64,7 @@ class AttentionBackend(Protocol):
         window: int | None,
         biases: Tensor | None,
         cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Write each query's attention over its paged context to its row of `out`; causal within a sequence.
 
@@ -72,6 +75,7 @@ class AttentionBackend(Protocol):
         window: tokens that a query sees, itself included; None: all.
         biases: [num_heads, num_positions] float32, added to scaled scores by the key's position.
         cap: of scaled scores, before biases: a score s becomes cap * tanh(s / cap).
+        sinks: [num_heads] float32, a score of each head that takes a share of the attention and has no value.
         """
 
 
@@ -92,15 +96,15 @@ class TritonAttention:
         window: int | None,
         biases: Tensor | None,
         cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Implement `AttentionBackend.attend`."""
-        given, sees = (out, q, cache, starts, contexts, tables), window or 0
+        given = out, q, cache, starts, contexts, tables
+        rules: dict[str, Any] = {"scale": scale, "window": window or 0, "biases": biases, "cap": cap, "sinks": sinks}
         if len(rows.decoding):
-            decode_attention(*given, rows.decoding, rows.splits, scale=scale, window=sees, biases=biases, cap=cap)
+            decode_attention(*given, rows.decoding, rows.splits, **rules)
         if len(rows.tiles):
-            prefill_attention(
-                *given, rows.tiles, scale=scale, window=sees, biases=biases, cap=cap, rows=rows.query_rows
-            )
+            prefill_attention(*given, rows.tiles, **rules, rows=rows.query_rows)
 
 
 _Matrix: TypeAlias = tuple[int, MatrixName, Product]
@@ -112,6 +116,9 @@ class GpuWeights(DecoderWeights):
     """The weights of a decoder on a GPU, whose kernels read the embedding table themselves."""
 
     embedding: EmbeddingTable
+    experts: Sequence[GpuExperts | None] = ()
+    """By layer; None where it has none. Empty: no layer has any. Without a mixture beside an MLP, their `LayerWeights`
+    have no MLP."""
 
 
 class _Mixed(NamedTuple):
@@ -156,6 +163,10 @@ class GpuDecoder:
         self.num_kv_heads = max(one.num_kv_heads for one in spec.attentions)
         """Of the layer with the most."""
         self._angles = {rope: _angles(rope, num_positions, device) for rope in {one.rope for one in spec.attentions}}
+        self._growths = {
+            growth: torch.from_numpy(query_factors(growth, num_positions)).to(device, weights.dtype)
+            for growth in spec.query_growths
+        }
         self._biases, biased = None, self.part.whole.biased_attention
         if biased is not None:
             heads, biases = self.part.heads(biased), alibi_biases(biased, num_positions)
@@ -195,7 +206,10 @@ class GpuDecoder:
         table = weights.embedding.weight
         embedded = embed(step.token_ids, sampled, table, spec.embedding_scale, self._first_row)
         residual = self._ranks.sum(embedded)
+        if weights.positions is not None:
+            residual = residual + weights.positions[step.positions].float()
         delta: Addend | None = None
+        slots = step.slots
         for i, layer in enumerate(weights.layers):
             spec_of_layer, mixed = self._layers[i], _Mixed({}, None)
             if spec_of_layer.mixer is not None:
@@ -206,7 +220,8 @@ class GpuDecoder:
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 residual, delta, mixed = _at_samples(step.sampling, residual, delta, mixed)
                 adapted = adapted.at_samples()
-            delta = self._after_mixers(residual, delta, mixed, i, layer, adapted)
+                slots = slots if self._experts_of(i) is None else slots[step.sampling]
+            delta = self._after_mixers(residual, delta, mixed, i, layer, adapted, slots)
         return add_norm(residual, delta, weights.final_norm)
 
     def _mixed(
@@ -276,15 +291,17 @@ class GpuDecoder:
     ) -> Tensor:
         """Return the attention of layer `at`, [num_tokens, num_heads, head_dim]."""
         spec, attention = self.spec, self._attention_of(at)
-        norms: dict[str, Tensor] = {}
+        options: dict[str, Any] = {"offset": spec.norm_offset, "value_norm": attention.value_norm}
         if layer.head_norms is not None:
             q_norm, k_norm = layer.head_norms
             if attention.joint_head_norms:
                 self._norm_all_heads(qkv, q_norm, k_norm)
             else:
-                norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
+                options |= {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
         angles = step.positions, step.slots, *self._angles[attention.rope]
-        q = rotate_and_store(qkv, cache, *angles, **norms, eps=spec.norm_eps, offset=spec.norm_offset)
+        q = rotate_and_store(qkv, cache, *angles, eps=spec.norm_eps, **options)
+        if (growth := attention.query_growth) is not None:
+            q = q * self._growths[growth][step.positions].view(-1, 1, 1)
         out = torch.empty_like(q)
         self._attention.attend(
             *(out, q, cache, step.query_starts, step.context_lens, step.block_tables),
@@ -293,6 +310,7 @@ class GpuDecoder:
             window=attention.window,
             biases=self._biases if attention.has_position_biases else None,
             cap=attention.score_cap,
+            sinks=layer.sinks,
         )
         return out
 
@@ -319,11 +337,19 @@ class GpuDecoder:
         return normed, adapted.add(at, name, normed, product(normed))
 
     def _after_mixers(
-        self, residual: Tensor, delta: Addend | None, mixed: _Mixed, at: int, layer: LayerWeights, adapted: AdaptedTiles
+        self,
+        residual: Tensor,
+        delta: Addend | None,
+        mixed: _Mixed,
+        at: int,
+        layer: LayerWeights,
+        adapted: AdaptedTiles,
+        slots: Tensor,
     ) -> Addend | None:
         """Compute the rest of a layer; return what remains to be added to the residual stream.
 
         delta: what remained before. Without a parallel residual, all before the MLP is added to `residual` in place.
+        slots: of the rows; those of padding are negative.
         """
         spec, scale = self._layers[at], self.spec.residual_scale
         parts = [
@@ -341,22 +367,41 @@ class GpuDecoder:
             delta = Addend(self._ranks.sum(added), layer.post_attention_norm, scale)
         if spec.mlp is None:
             return delta
-        matrix: _Matrix = at, "mlp_in", layer.mlp_in
-        _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
-        return Addend(self._ranks.sum(self._mlp(inner, at, layer, adapted)), layer.post_mlp_norm, scale)
+        experts = self._experts_of(at)
+        if experts is not None and layer.mixture is None:
+            normed = add_norm(residual, delta, layer.mlp_norm)
+            outputs = self._ranks.sum(experts.mix(normed, residual, slots, self._ranks))
+        else:
+            matrix: _Matrix = at, "mlp_in", layer.mlp_in
+            _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
+            outputs = self._ranks.sum(self._mlp(inner, at, layer, adapted))
+        if layer.mixture is not None and experts is not None:
+            outputs = self._beside(outputs, residual, layer.mixture, experts, slots)
+        if layer.output_scale is not None:
+            # The norm of what is added has this factor already.
+            residual *= layer.output_scale
+        return Addend(outputs, layer.post_mlp_norm, scale)
+
+    def _beside(
+        self, outputs: Tensor, residual: Tensor, mixture: MixtureWeights, experts: GpuExperts, slots: Tensor
+    ) -> Tensor:
+        """Return the normed outputs of a layer's MLP plus those of the mixture of experts beside it."""
+        routed = experts.mix(add_norm(residual, None, mixture.norm), residual, slots, self._ranks)
+        dense, others = add_norm(outputs.float(), None, mixture.dense_norm), add_norm(routed, None, mixture.output_norm)
+        return dense.float() + others.float()
+
+    def _experts_of(self, at: int) -> GpuExperts | None:
+        return self._weights.experts[at] if self._weights.experts else None
 
     def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedTiles) -> Tensor:
         """Return the MLP's output. inner: the product with its first matrix."""
         mlp, product = self._layers[at].mlp, layer.mlp_out
         if mlp is None:
             raise InvariantError(f"layer {at} has no MLP")
-        for part, factor in zip(inner.chunk(2, dim=1), (mlp.gate_factor, mlp.output_factor), strict=True):
-            # Of a gated MLP: its outputs grow with what the gates multiply.
-            if factor != 1:
-                part.mul_(factor)
         if isinstance(product, ScaledLinear) and adapted.tiles is None:
-            return product.of_activated(inner, mlp.activation, gated=mlp.is_gated)
-        gated = gate_mul(inner, mlp.activation) if mlp.is_gated else activate(inner, mlp.activation)
+            scale_halves(inner, mlp)
+            return product.of_activated(inner, mlp.activation, gated=mlp.is_gated, clamp=clamp_of(mlp))
+        gated = activated(inner, mlp)
         return adapted.add(at, "mlp_out", gated, product(gated))
 
 

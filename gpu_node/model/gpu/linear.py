@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.arguments import Addend, NormWeights
+from penstock.kernels.triton.blocks import multiply_blocks, quantize_blocks
 from penstock.kernels.triton.few_rows import is_for_few, multiply_few
 from penstock.kernels.triton.int4 import GROUP, multiply_int4, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
-from penstock.kernels.triton.layers import activate_quantized
+from penstock.kernels.triton.layers import Clamp, activate_quantized
 from penstock.kernels.triton.norms import add_norm_quantized
 from penstock.kernels.triton.products import (
     QuantizedRows,
@@ -85,9 +86,10 @@ class ScaledLinear:
         """Multiply the norm of `residual` plus `delta`, which is added in place."""
         return self.of_quantized(add_norm_quantized(residual, delta, norm, self.weight.dtype), norm.weight.dtype)
 
-    def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
+    def of_activated(self, x: Tensor, activation: str, *, gated: bool, clamp: Clamp | None = None) -> Tensor:
         """Multiply `gate_mul(x)` if gated, else `activate(x)`."""
-        return self.of_quantized(activate_quantized(x, activation, self.weight.dtype, gated=gated), x.dtype)
+        rows = activate_quantized(x, activation, self.weight.dtype, gated=gated, clamp=clamp)
+        return self.of_quantized(rows, x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,21 @@ class Int4Linear:
         return product if self.bias is None else product + self.bias
 
 
-KeptLinear: TypeAlias = PlainLinear | InvariantLinear | ScaledLinear | Int4Linear
+@dataclass(frozen=True, slots=True)
+class BlockLinear:
+    """x @ weight.T + bias, in float8 with a scale for each 128 columns of a row, of the weight and of x."""
+
+    weight: Tensor
+    scales: Tensor
+    """[columns / 128, out] float32"""
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in]; returns [num_tokens, out]."""
+        return multiply_blocks(*quantize_blocks(x.contiguous()), self.weight, self.scales, self.bias, x.dtype)
+
+
+KeptLinear: TypeAlias = PlainLinear | InvariantLinear | ScaledLinear | Int4Linear | BlockLinear
 """A matrix of a layer; its dataclass fields are all of its tensors."""
 
 

@@ -65,7 +65,9 @@ def load_gpu(
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
     tensors = RankTensors(described.open_checkpoint(), part)
-    keep = StoredLinearLoader(options.quantization, device, deterministic=options.deterministic)
+    keep = StoredLinearLoader(
+        options.quantization, device, deterministic=options.deterministic, keeps_blocks=options.wants_gpu
+    )
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
@@ -164,6 +166,8 @@ def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
         raise ConfigError("deterministic needs tensor_parallel_size 1")
     if options.cpu_offload_gib and spec.recurrences:
         raise ConfigError("cpu_offload_gib needs layers of equal size, but recurrent layers differ from the others")
+    if options.cpu_offload_gib and any(mlp.experts is not None for mlp in spec.mlps):
+        raise ConfigError("cpu_offload_gib moves no experts: it needs layers without a mixture of experts")
     columns = {spec.columns_of(layer, matrix) for layer in spec.kinds for matrix in layer.matrices}
     if quantization == "int4" and not can_pack_int4(*columns):
         raise ConfigError("quantization int4 needs matrices with a multiple of 32 columns")

@@ -242,8 +242,15 @@ def _why_no_gpu(described: Description, options: RunnerOptions) -> str:
     """Return why a GPU does not compute the model; empty if it does."""
     if missing := ", ".join(special_features(described.spec)):
         return f"{described.architecture} is not supported on a GPU, which has no {missing}"
-    if described.spec.recurrences and not options.wants_gpu:
-        return "kernels of recurrent layers were only tested in Triton's interpreter; --runner gpu takes the GPU"
+    untried = {
+        "recurrent layers": bool(described.spec.recurrences),
+        "experts": any(mlp.experts is not None for mlp in described.spec.mlps),
+        "attention sinks": any(one.sinks is not None for one in described.spec.attentions),
+        "heads of more than 256 channels": any(one.head_dim > 256 for one in described.spec.attentions),
+    }
+    names = " and ".join(name for name, is_present in untried.items() if is_present)
+    if names and not options.wants_gpu:
+        return f"kernels of {names} were only tested in Triton's interpreter; --runner gpu takes the GPU"
     return ""
 
 
@@ -348,18 +355,14 @@ def special_features(spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the features of a spec that the GPU runner does not support."""
     later = [kind for kind in spec.kinds if kind.post_attention_norm is not None or kind.post_mlp_norm is not None]
     present = {
-        "experts": any(mlp.experts is not None for mlp in spec.mlps),
-        "queries that grow with positions (a max_model_len of at most their start avoids that)": bool(
-            spec.query_growths
+        "experts beside attention": any(
+            kind.parallel_residual and kind.mlp is not None and kind.mlp.experts is not None for kind in spec.kinds
         ),
-        "attention sinks": any(one.sinks is not None for one in spec.attentions),
-        "clamped gates": any(mlp.clamped_gate is not None for mlp in spec.mlps),
         "layers that read the keys of others": any(one.source is not None for one in spec.attentions),
-        "vectors of positions": spec.position_embedding is not None,
-        "norms of values": any(one.value_norm for one in spec.attentions),
         "embeddings of tokens for each layer": spec.token_inputs is not None,
-        "factors of layers' outputs": any(kind.output_scale is not None for kind in spec.kinds),
-        "factors of MLPs without gates": any(mlp.output_factor != 1 and not mlp.is_gated for mlp in spec.mlps),
+        "factors of MLPs without gates, or with clamped ones": any(
+            mlp.output_factor != 1 and (not mlp.is_gated or mlp.clamped_gate is not None) for mlp in spec.mlps
+        ),
         "models without attention": not spec.attentions,
         "norms after a parallel attention and MLP": any(kind.parallel_residual for kind in later),
         "layer norms after attention and MLP": bool(later) and spec.norm == "layer",

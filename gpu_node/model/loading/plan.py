@@ -44,6 +44,8 @@ _UTILIZATION = 0.9
 """Share of a GPU's memory that a node takes by default (`gpu_memory_utilization`)."""
 _GPU_FIXED_BYTES = 1 << 30
 """CUDA's context, workspaces of libraries, and the graphs: an estimate."""
+_SCALE_COLUMNS = 128
+"""Columns that share a scale of float8 in blocks, where a GPU keeps it."""
 _NOTHING = np.empty((0, 0), np.uint8)
 
 
@@ -111,12 +113,16 @@ def sizes_of(described: Description, options: RunnerOptions, runner: CutRunner) 
     """
     spec, dtype = described.spec, _dtype_of(described, options, runner)
     tensors = None if described.source.is_dummy else DecoderTensors(described.open_checkpoint(), spec)
-    size = _Sizer(options.quantization, runner, dtype, spec).size
+    size = _Sizer(options, runner, dtype, spec).size
 
     def layer_sizes(at: int) -> tuple[MatrixSize, ...]:
         mlp = spec.layers[at].mlp
         return tuple(
-            size(parts, interleaved=name == "mlp_in" and mlp is not None and mlp.is_gated)
+            size(
+                parts,
+                interleaved=name == "mlp_in" and mlp is not None and mlp.is_gated,
+                is_expert=spec.layers[at].num_experts_of(name) > 1,
+            )
             for name in spec.layers[at].matrices
             for parts in _parts_of(spec, tensors, at, name)
         ) + tuple(size((part,)) for part in _token_parts(spec, tensors, at))
@@ -190,8 +196,10 @@ def _token_parts(spec: ModelSpec, tensors: DecoderTensors | None, layer: int) ->
 class _Sizer:
     """Knows the bytes of a matrix in the formats of one runner."""
 
-    def __init__(self, quantization: str, runner: CutRunner, dtype: str, spec: ModelSpec) -> None:
+    def __init__(self, options: RunnerOptions, runner: CutRunner, dtype: str, spec: ModelSpec) -> None:
+        quantization = options.quantization
         self._runner = runner
+        self._keeps_blocks = options.wants_gpu
         self._item_bytes = _ITEM_BYTES[dtype]
         self._asked = quantization
         rotated = is_rotated(spec, quantization)
@@ -199,7 +207,13 @@ class _Sizer:
         self._precise_embedding = rotated
 
     def size(
-        self, parts: Sequence[Stored], *, interleaved: bool = False, is_head: bool = False, is_embedding: bool = False
+        self,
+        parts: Sequence[Stored],
+        *,
+        interleaved: bool = False,
+        is_head: bool = False,
+        is_embedding: bool = False,
+        is_expert: bool = False,
     ) -> MatrixSize:
         num_rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         if self._runner == "native":
@@ -209,26 +223,43 @@ class _Sizer:
         name = "none"
         if self._runner == "gpu" and not is_embedding:
             # The head is quantized to float8 only.
-            name = self._gpu_format(parts) if not is_head else "fp8" if self._asked == "fp8" else "none"
+            name = (
+                self._gpu_format(parts, is_expert=is_expert)
+                if not is_head
+                else "fp8"
+                if self._asked == "fp8"
+                else "none"
+            )
         return MatrixSize(_gpu_bytes(name, num_rows, columns, self._item_bytes), num_rows)
 
-    def _gpu_format(self, parts: Sequence[Stored]) -> str:
+    def _gpu_format(self, parts: Sequence[Stored], *, is_expert: bool) -> str:
         if self._asked != "auto":
             return self._asked
-        names = {_stored_format(part) for part in parts}
+        names = {_stored_format(part, is_expert=is_expert, keeps_blocks=self._keeps_blocks) for part in parts}
         return names.pop() if len(names) == 1 else "none"
 
 
-def _stored_format(part: Stored) -> str:
-    """Return the format in which a GPU keeps a stored matrix with quantization auto (`StoredLinearLoader`)."""
+def _stored_format(part: Stored, *, is_expert: bool, keeps_blocks: bool) -> str:
+    """Return the format in which a GPU keeps a stored matrix with quantization auto (`StoredLinearLoader`).
+
+    keeps_blocks: whether float8 stays with blocks of 128.
+    """
     if isinstance(part, ScaledTensor) and part.kind in ("int8", "fp8"):
+        if keeps_blocks and part.kind == "fp8" and part.group == _SCALE_COLUMNS < part.shape[1]:
+            return "fp8_blocks"
         return part.kind if part.group >= part.shape[1] and part.zeros is None else "none"
+    if part.kind == "mxfp4":
+        return "mxfp4" if is_expert and part.shape[1] % BLOCK == 0 else "none"
     return "int4" if block_kind(part) in ("q4_0", "q4_1") else "none"
 
 
 def _gpu_bytes(name: str, num_rows: int, columns: int, item_bytes: int) -> int:
     if name in ("int8", "fp8"):
         return num_rows * (columns + 4)
+    if name == "fp8_blocks":
+        return num_rows * (columns + 4 * -(-columns // _SCALE_COLUMNS))
+    if name == "mxfp4":
+        return num_rows * (columns // 2 + columns // BLOCK)
     if name == "int4":
         return num_rows * (columns // 2 + 4 * -(-columns // BLOCK))
     return num_rows * columns * item_bytes

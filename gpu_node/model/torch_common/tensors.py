@@ -131,7 +131,7 @@ def read_layer(
         mixer_out=missing if stored.mixer_out is None else linear(stored.mixer_out, convert),
         choice_bias=None if routing is None else _floats(routing.choice_bias, convert.device),
         shared_gate=None if routing is None else _floats(routing.shared_gate, convert.device),
-        router_norm=None if routing is None else _router_norm(routing, convert, norm_eps),
+        router_norm=None if routing is None else read_router_norm(routing, convert, norm_eps),
         expert_factors=None if routing is None else _floats(routing.factors, convert.device),
         mixture=None if stored.mixture is None else mixture(stored.mixture),
         token_gate=None if (gate := stored.token_gate) is None else _token_gate(gate, convert, linear, norm),
@@ -180,7 +180,8 @@ def _placed(values: NDArray[np.float32], device: torch.device | None) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
-def _router_norm(routing: StoredRouting, convert: Converter, eps: float) -> Norm | None:
+def read_router_norm(routing: StoredRouting, convert: Converter, eps: float) -> Norm | None:
+    """Read the norm through which a router reads the hidden state; None if it has none."""
     if routing.norm is None:
         return None
     gains = _placed(routing.norm.to_float32() * np.float32(routing.norm_factor), convert.device)

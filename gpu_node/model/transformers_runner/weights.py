@@ -66,7 +66,7 @@ def stored_module(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            key_mapping=None if is_whole(module_class.__name__) else _renamed(stored),
+            key_mapping=None if is_whole(module_class.__name__) else _renamed(stored, module_class, config),
             **implementations,
         )
     except (ConfigError, MemoryError):
@@ -85,13 +85,22 @@ def stored_module(
     return loaded
 
 
-def _renamed(names: Iterable[str]) -> dict[str, str] | None:
+def _renamed(names: Iterable[str], module_class: Any, config: Any) -> dict[str, str] | None:
     """Return how tensors of a text model inside of another model are renamed, by patterns; None for others."""
-    found = [base for base in TEXT_BASES if any(name.startswith(f"{base}.") for name in names)]
-    if not found:
+    if not (found := _bases_of(names)):
+        return None
+    with torch.device("meta"):
+        own = _bases_of(name for name, _ in module_class._from_config(config).named_parameters())
+    if own:
+        # A class that is a model for images itself, such as Fuyu, knows the names of its checkpoints.
         return None
     heads = {rf"^{re.escape(head)}\.": "lm_head." for head in TEXT_HEADS}
-    return {rf"^{re.escape(base)}\.": "model." for base in found} | heads
+    return {rf"^{re.escape(base)}\.": "model." for base in TEXT_BASES if base in found} | heads
+
+
+def _bases_of(names: Iterable[str]) -> set[str]:
+    """Return the places of text models inside of other models, by the names of tensors."""
+    return {base for name in names for base in TEXT_BASES if name.startswith(f"{base}.")}
 
 
 def _count(shape: tuple[int, ...]) -> int:

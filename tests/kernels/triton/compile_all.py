@@ -28,8 +28,17 @@ from triton.runtime.jit import JITFunction
 from penstock.gpu_node.model.torch_common.layers import NoNorm, Norm
 from penstock.kernels.arguments import Addend, PagedCache, StateRows
 from penstock.kernels.triton import launches, layers, products, recurrent
+from penstock.kernels.triton.blocks import multiply_blocks, quantize_blocks
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
+from penstock.kernels.triton.experts import (
+    Choice,
+    ExpertMatrices,
+    Routes,
+    choose_experts,
+    multiply_experts,
+    sum_experts,
+)
 from penstock.kernels.triton.few_rows import multiply_few
 from penstock.kernels.triton.int4 import multiply_int4
 from penstock.kernels.triton.invariant import multiply_invariant
@@ -93,6 +102,8 @@ def _attend(attention: Callable[..., None], cache: PagedCache, *last: Any, width
     q = _empty(4, 32, cache.k.shape[-1], dtype=cache.k.dtype if cache.k_scales is None else torch.bfloat16)
     if attention is prefill_attention:
         rules["rows"] = launches.prefill_rows(q.shape[-1], q.dtype, q.device)
+    if rules.pop("sunk", False):
+        rules["sinks"] = _real(q.shape[1])
     attention(q, q, cache, _ints(5), _ints(4), _ints(4, width), *last, scale=0.1, **rules)
 
 
@@ -113,8 +124,15 @@ def compile_doors(capability: int) -> None:
     for wide in (_cache(head_dim=256), _cache(torch.float32, head_dim=256), _cache(block_size=64), _cache(head_dim=64)):
         _attend(decode_attention, wide, _ints(4), 8)
         _attend(prefill_attention, wide, _ints(4, 2))
+    # Gemma 4's layers without windows.
+    _attend(decode_attention, _cache(head_dim=512), _ints(4), 8)
+    _attend(prefill_attention, _cache(head_dim=512), _ints(4, 2))
+    for sunk in (_cache(head_dim=64), *map(_cache, formats[1:])):
+        _attend(decode_attention, sunk, _ints(4), 8, window=128, sunk=True)
+        _attend(prefill_attention, sunk, _ints(4, 2), window=128, sunk=True)
     _compile_layers(formats)
     _compile_products(formats[1:])
+    _compile_experts(formats[1:])
     _compile_recurrent()
     marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
     marks.add(_ints(9, 3))
@@ -137,6 +155,7 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
     for activation in layers.ACTIVATIONS:
         layers.activate(x, activation)
         layers.gate_mul(x, activation)
+    layers.gate_mul(x, "silu", (7.0, 1.702))
     for kept in formats[1:]:
         add_norm_quantized(residual, Addend(x), rms, kept)
         layers.activate_quantized(_empty(4, 2 * 14_336), "silu", kept, gated=True)
@@ -144,6 +163,9 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
     for kept in formats:
         given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles
         layers.rotate_and_store(*given, q_norm=norm, k_norm=norm)
+    wide, norm = (_real(512, 256), _real(512, 256)), _empty(512)
+    given = _empty(4, 48 * 512), _cache(head_dim=512), _ints(4), _ints(4), *wide
+    layers.rotate_and_store(*given, q_norm=norm, k_norm=norm, value_norm=True)
 
 
 def _compile_products(formats: list[torch.dtype]) -> None:
@@ -163,6 +185,40 @@ def _compile_products(formats: list[torch.dtype]) -> None:
         multiply_invariant(x, _empty(6144, 4096, dtype=x.dtype), _empty(6144, dtype=x.dtype))
     for rank in (16, 3 * 512):
         add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, rank, 4096), _empty(3, 6144, rank), _ints(2, 3))
+
+
+def _compile_experts(formats: list[torch.dtype]) -> None:
+    """The experts of gpt-oss, and those of Qwen3 in bytes; float8 with blocks."""
+    for given in (Choice(4, normalized=True), Choice(8, 1, by_sigmoid=True, normalized=True, bias=_real(128))):
+        choose_experts(_empty(4, 128), given, _ints(4), _empty(4) if given.num_shared else None)
+    for rows in (1, 256, 4096):
+        _multiply_experts_of(rows, formats)
+    if torch.float8_e4m3fn in formats:
+        for rows in (1, 64, 512):
+            q, scales = quantize_blocks(_empty(rows, 4096))
+            multiply_blocks(q, scales, _empty(6144, 4096, dtype=q.dtype), _real(32, 6144), None, torch.bfloat16)
+
+
+def _multiply_experts_of(rows: int, formats: list[torch.dtype]) -> None:
+    routes, shape = Routes(_ints(rows, 4), _real(rows, 4), _ints(4 * rows), _ints(33)), (32, 5760, 2880)
+    x, bias = _empty(rows, 2880), _empty(32, 5760)
+    halves = (*shape[:2], 1440)
+    matrices = [
+        (x, ExpertMatrices("plain", _empty(*shape), None, bias)),
+        (x.float(), ExpertMatrices("plain", _real(*shape))),
+        (x, ExpertMatrices("int4", _empty(*halves, dtype=torch.uint8), _ints(*shape[:2], 90))),
+        (x, ExpertMatrices("mxfp4", *(_empty(*some, dtype=torch.uint8) for some in (halves, (*shape[:2], 90))), bias)),
+        *((x.to(kept), ExpertMatrices("rows", _empty(*shape, dtype=kept), _real(*shape[:2]))) for kept in formats),
+    ]
+    if torch.float8_e4m3fn in formats:
+        numbers = _empty(*shape, dtype=torch.float8_e4m3fn)
+        matrices.append((x.to(numbers.dtype), ExpertMatrices("blocks", numbers, _real(32, 23, 5760))))
+    for given, kept in matrices:
+        scales = {"rows": _real(rows), "blocks": _real(rows, 23)}.get(kept.format)
+        dtype = torch.float32 if given.dtype == torch.float32 else torch.bfloat16
+        for gathers in (True, False):
+            multiply_experts(given, kept, routes, dtype, gathers=gathers, x_scales=scales)
+    sum_experts(_empty(4 * rows, 2880), routes)
 
 
 def _recurrent_step(size: int, dim: int = 128, key_heads: int = 16, norm: torch.Tensor | None = None) -> None:
@@ -198,6 +254,10 @@ def compile_steps() -> None:
         add_norm(_empty(size, 4096, dtype=torch.float32), Addend(_empty(size, 4096)), Norm(_empty(4096), None, 1e-5))
         layers.gate_mul(_empty(size, 4096), "silu")
         _recurrent_step(size)
+        routes = choose_experts(_empty(size, 128), Choice(4), _ints(size))
+        sum_experts(_empty(4 * size, 2880), routes)
+        plain = ExpertMatrices("plain", _empty(128, 256, 2880))
+        multiply_experts(_empty(size, 2880), plain, routes, torch.bfloat16, gathers=True)
         marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
         marks.add(_ints(size, 3))
         sample(_empty(size, 128_256), _ints(size, len(RULE_COLUMNS)), marks)

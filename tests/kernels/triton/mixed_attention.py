@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ def paged_attention(
     window: int | None = None,
     biases: Tensor | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `kernels.reference.layers.paged_attention`, with all integers in int32.
 
@@ -34,12 +37,13 @@ def paged_attention(
     decoding, chunks = (np.flatnonzero(which).astype(np.int32) for which in (counts == 1, counts > 1))
     out = torch.empty_like(q)
     given = out, q, cache, query_starts, context_lens, block_tables
+    rules: dict[str, Any] = {"scale": scale, "window": window or 0, "biases": biases, "cap": cap, "sinks": sinks}
     if len(decoding):
         seqs = torch.from_numpy(longest_first(decoding, context_lens.cpu().numpy())).to(q.device)
         splits = num_splits(len(seqs), cache.k.shape[0], q.device)
-        decode_attention(*given, seqs, splits, scale=scale, window=window or 0, biases=biases, cap=cap)
+        decode_attention(*given, seqs, splits, **rules)
     if len(chunks):
         rows = prefill_rows(q.shape[-1], q.dtype, q.device)
         tiles = torch.from_numpy(prefill_tiles(starts, chunks, rows)).to(q.device)
-        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases, cap=cap, rows=rows)
+        prefill_attention(*given, tiles, **rules, rows=rows)
     return out

@@ -25,6 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window and biases, odd head": {"heads": 2, "kv_heads": 2, "head_dim": 24, "window": 37, "biased": True},
     "capped": {"heads": 4, "kv_heads": 2, "head_dim": 16, "window": 37, "cap": 0.5},
     "one key head for 20": {"heads": 20, "kv_heads": 1, "head_dim": 32, "block_size": 8},
+    "sinks": {"heads": 6, "kv_heads": 2, "head_dim": 16, "sunk": True},
+    "sinks beside windows": {"heads": 4, "kv_heads": 2, "head_dim": 24, "window": 37, "sunk": True},
 }
 
 
@@ -34,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 )
 def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
-    shape = {"block_size": 16, "window": None, "biased": False, "cap": None} | SHAPES[name]
+    shape = {"block_size": 16, "window": None, "biased": False, "cap": None, "sunk": False} | SHAPES[name]
     scene = make_scene(
         *(COUNTS, CONTEXTS),
         block_size=shape["block_size"],
@@ -45,7 +47,10 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.devic
     )
     q = torch.randn(sum(COUNTS), shape["heads"], shape["head_dim"], device=device).to(dtype)
     biases = torch.randn(shape["heads"], 301, device=device) if shape["biased"] else None
+    # As large as the largest scores, so that they take a good share.
+    sinks = 2 + torch.randn(shape["heads"], device=device) if shape["sunk"] else None
     rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "biases": biases, "cap": shape["cap"]}
+    rules["sinks"] = sinks
     got, want = (module.paged_attention(q, scene.cache, *scene.tables, **rules) for module in PATHS)
     torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 

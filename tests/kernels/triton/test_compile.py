@@ -20,6 +20,9 @@ Facts = list[dict[str, Any]]
 LOADS_WEIGHTS_FIRST = {"_multiply_row", "_multiply_row_int4"}
 """Kernels that read weights before they wait for the kernel ahead."""
 
+FLOAT8_ONLY = {"_quantize_blocks", "_multiply_blocks"}
+"""Kernels that GPUs before Ada have no use for."""
+
 
 @pytest.fixture(scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90])
 def compiled(request: pytest.FixtureRequest) -> Facts:
@@ -45,7 +48,8 @@ def _compiled(capability: int, *options: str, **variables: str) -> Facts:
 @pytest.mark.timeout(600)
 def test_every_kernel_becomes_ptx(compiled: Facts) -> None:
     assert {"_decode", "_prefill", "_embed", "scan_tiles"} < launched_kernels()
-    assert {facts["kernel"] for facts in compiled} == launched_kernels()
+    has_float8 = compiled[0]["sm"] >= 89
+    assert {facts["kernel"] for facts in compiled} == launched_kernels() - (set() if has_float8 else FLOAT8_ONLY)
     assert all(facts["is_ptx"] for facts in compiled)
     assert all(facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]) for facts in compiled)
 
@@ -93,7 +97,7 @@ def _count(facts: dict[str, Any], prefix: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(binaries: Facts) -> None:
-    """Prefill of wide heads or quantized caches may spill a few, and the last draw from a small vocabulary.
+    """Prefill of wide heads or quantized caches may spill some, and the last draw from a small vocabulary.
 
     Float32 in heads of 256 does, as no model needs it.
     """
@@ -104,7 +108,8 @@ def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(bina
             continue
         may_spill = facts["kernel"] == "_prefill" and (is_wide or facts["constants"]["QUANTIZED"])
         is_small_draw = facts["kernel"] == "draw_tokens" and facts["constants"]["TILES"] == 1
-        assert facts["stack_bytes"] <= (64 if may_spill else 16 if is_small_draw else 0), facts
+        most = 128 if facts["constants"].get("HEAD", 0) > 256 else 64
+        assert facts["stack_bytes"] <= (most if may_spill else 16 if is_small_draw else 0), facts
 
 
 @pytest.mark.slow
@@ -115,7 +120,7 @@ def test_attention_multiplies_and_loads_as_the_gpu_does_it_fastest(binaries: Fac
         assert _count(facts, "LDGSTS") > 0, facts
         assert _count(facts, "F2F") == 0, f"converts float8 in more than one step: {facts}"
         if facts["kernel"] == "_prefill":
-            assert facts["warps"] * 16 == facts["constants"]["ROWS"]
+            assert facts["warps"] * 16 == facts["constants"]["ROWS"] * (2 if facts["constants"]["HEAD"] > 256 else 1)
             assert _count(facts, "HGMMA" if facts["sm"] == 90 else "HMMA") > 0, facts
     plain = [facts for facts in found if not facts["constants"]["QUANTIZED"]]
     assert all(_count(facts, "LDGSTS.E.BYPASS.128") > 0 for facts in plain if facts["dtype"] == "torch.bfloat16")
@@ -125,7 +130,8 @@ def test_attention_multiplies_and_loads_as_the_gpu_does_it_fastest(binaries: Fac
 @pytest.mark.timeout(900)
 def test_all_programs_of_a_step_wait_first_also_in_machine_code(binaries: Facts) -> None:
     dependents = {facts["kernel"] for facts in binaries if facts["is_dependent"]}
-    assert dependents in (set(), launched_kernels() - {"_copy", "_mark", "_mask"})
+    unused = {"_copy", "_mark", "_mask"} | (set() if binaries[0]["sm"] >= 89 else FLOAT8_ONLY)
+    assert dependents in (set(), launched_kernels() - unused)
     for facts in binaries:
         is_first = facts["kernel"] not in LOADS_WEIGHTS_FIRST
         assert facts["waits_first"] is (is_first if facts["is_dependent"] else None), facts

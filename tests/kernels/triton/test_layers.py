@@ -93,6 +93,9 @@ def test_activations(inter: int, dtype: torch.dtype, device: torch.device) -> No
     for name, activation in product(("gate_mul", "activate"), layers.ACTIVATIONS):
         want, got = (getattr(module, name)(x, activation) for module in BOTH)
         torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    # A limit that clamps many of the numbers.
+    want, got = (module.gate_mul(x, "silu", (2.0, 1.7)) for module in BOTH)
+    torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -110,6 +113,7 @@ def test_norms_and_activations_quantize_as_the_kernel_that_does_only_that(
         norms.add_norm(residual.clone(), None, Norm(weight, bias, 1e-5)),
         norms.add_norm(residual.clone(), delta, NoNorm(dtype, device)),
         layers.gate_mul(gate_up, "silu"),
+        layers.gate_mul(gate_up, "silu", (2.0, 1.7)),
         layers.activate(gate_up, "gelu"),
     ]
     fused = [
@@ -117,6 +121,7 @@ def test_norms_and_activations_quantize_as_the_kernel_that_does_only_that(
         norms.add_norm_quantized(residual.clone(), None, Norm(weight, bias, 1e-5), kept),
         norms.add_norm_quantized(residual.clone(), delta, NoNorm(dtype, device), kept),
         layers.activate_quantized(gate_up, "silu", kept, gated=True),
+        layers.activate_quantized(gate_up, "silu", kept, gated=True, clamp=(2.0, 1.7)),
         layers.activate_quantized(gate_up, "gelu", kept, gated=False),
     ]
     for want, got in zip((quantize_vectors(x, kept) for x in plain), fused, strict=True):
@@ -129,10 +134,10 @@ def test_norms_and_activations_quantize_as_the_kernel_that_does_only_that(
     "shape",
     [
         {"group": 3, "kv_heads": 2, "head_dim": 24, "rotary": 24, "normed": True, "offset": 1.0},
-        {"group": 1, "kv_heads": 1, "head_dim": 16, "rotary": 8, "normed": False},
+        {"group": 1, "kv_heads": 1, "head_dim": 16, "rotary": 8, "normed": False, "value_norm": True},
         {"group": 2, "kv_heads": 3, "head_dim": 8, "rotary": 0, "normed": False},
     ],
-    ids=["all turned", "half turned", "none turned"],
+    ids=["all turned", "half turned and values normed", "none turned"],
 )
 def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     shape: dict[str, Any], kept: Any, dtype: torch.dtype, device: torch.device
@@ -153,7 +158,8 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     for module in BOTH:
         cache = empty_cache(4, 8, kv_heads, head_dim, dtype if kept == "plain" else kept, device)
         given = qkv, cache, positions, slots, angles.cos(), angles.sin()
-        queries.append(module.rotate_and_store(*given, **head_norms, eps=1e-6, offset=shape.get("offset", 0.0)))
+        rules = {"eps": 1e-6, "offset": shape.get("offset", 0.0), "value_norm": shape.get("value_norm", False)}
+        queries.append(module.rotate_and_store(*given, **head_norms, **rules))
         caches.append(cache)
     tolerances = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype], "equal_nan": True}
     torch.testing.assert_close(queries[1], queries[0], **tolerances)

@@ -100,11 +100,15 @@ def _spec_of(config: Config) -> ModelSpec:
 
 
 def _heads_of(config: Config, kind: str, layer: int) -> dict[str, int]:
-    """Return the sizes of a layer's heads. transformers 5 writes those that differ from the model's by layer."""
+    """Return the sizes of a layer's heads. transformers 5 writes those that differ from the model's by layer.
+
+    Layers have as many digits there as the last one has, such as 04.
+    """
     heads = {name: config[name] for name in ("head_dim", "num_key_value_heads")}
     by_layer = config.get("per_layer_config")
     if isinstance(by_layer, dict):
-        own = by_layer.get(str(layer)) or by_layer.get(kind) or {}
+        numbered = {name.lstrip("0"): own for name, own in by_layer.items()}
+        own = numbered.get(str(layer).lstrip("0")) or by_layer.get(kind) or {}
         return heads | {name: own[name] for name in heads if name in own}
     if kind == _FULL:
         heads["head_dim"] = config["global_head_dim"]

@@ -37,11 +37,13 @@ def _gemma4(name: str, **changes: Any) -> dict[str, Any]:
     return WHOLE_FAMILIES[name][1] | {"architectures": ["Gemma4ForCausalLM"]} | changes
 
 
+@pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("name", WHOLE_FAMILIES)
-def test_heads_of_gemma_4_by_layer_are_those_of_its_kinds_of_layers(name: str) -> None:
+def test_heads_of_gemma_4_by_layer_are_those_of_its_kinds_of_layers(name: str, digits: int) -> None:
+    """A model with more than ten layers has them under 00, 01 and so on."""
     config = _gemma4(name)
     own = {"head_dim": 64} | ({"num_key_value_heads": 1} if config.get("attention_k_eq_v") else {})
-    full = [str(at) for at, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    full = [f"{at:0{digits}}" for at, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
     by_layer = config | {"per_layer_config": dict.fromkeys(full, own)}
     by_layer.pop("global_head_dim")
     assert _spec(by_layer) == _spec(config)

@@ -189,12 +189,6 @@ def test_what_recurrent_layers_do_not_support_is_refused_by_name(
         load_model(str(family("lfm2")), runner_options(runner="gpu", **OPTIONS | changes), lambda *_: None)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5 moe", "granite hybrid moe"])
-def test_experts_are_still_refused(family: Family, name: str) -> None:
-    with pytest.raises(ConfigError, match="which has no experts; use --runner cpu"):
-        _runner(family(name), "gpu")
-
-
 def _generations(folder: Path, runner: str) -> list[tuple[int, ...]]:
     """Return answers of two rounds of the same prompts, one of them with a grammar; the second round hits snapshots."""
     engine = Engine(

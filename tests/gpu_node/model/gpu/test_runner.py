@@ -13,8 +13,10 @@ import torch
 from fakes.prompts import mixed_prompts
 from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, logits_of_step, plan_of
-from fixtures.random_families import WINDOW, make_family_model
+from fixtures.random_families import ORIGINAL_LENGTH, WINDOW, make_family_model
 from fixtures.sampling import rows_of
+from fixtures.small_transformers import quiet
+from fixtures.whole_models import make_whole_model
 from numpy.typing import NDArray
 
 from penstock.contract.job import SamplingParams
@@ -32,7 +34,7 @@ ALTERNATING: dict[str, dict[str, Any]] = {
 """Families whose layers differ in windows or positions, and what makes the first two layers differ."""
 FEATURES = (
     *("llama", *WINDOWED, *ALTERNATING, "qwen3", "granite", "olmo2", "olmo3", "starcoder2", "phi3"),
-    *("falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),
+    *("falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential", "gpt2"),
 )
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 20, "max_model_len": 128}
@@ -58,6 +60,17 @@ def test_logits_equal_those_of_the_torch_runner(name: str, tmp_path: Path) -> No
     length = WINDOW + 3 if name in (*WINDOWED, "gemma2", "gemma3") else 7
     want, got = (_logits(_runner(folder, runner), length) for runner in ("torch", "gpu"))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_queries_grow_with_their_positions(tmp_path: Path) -> None:
+    with quiet():
+        make_whole_model(tmp_path, "ministral3")
+    token_ids, found = random.Random(0).choices(range(300), k=ORIGINAL_LENGTH + 8), []
+    for name in ("torch", "gpu"):
+        runner, track = _runner(tmp_path, name), Track(token_ids, range(1, 14))
+        steps = (ORIGINAL_LENGTH + 1, 5, 1, 1)
+        found.append(np.concatenate([logits_of_step(runner, [(track, count)])[0] for count in steps]))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from penstock.gpu_node.model.checkpoint.stored_kinds import Stored
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, plain_linear
+from penstock.gpu_node.model.gpu.weights import StoredLinearLoader
 from penstock.gpu_node.model.loading.load import load_model
 
 AS_STORED = {
@@ -59,7 +59,7 @@ def _check(source: ModelSource, kept: str) -> None:
 
     keeper, x = StoredLinearLoader("auto", device), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     got = keeper(matrix, convert)(x.to(device.torch)).cpu()
-    want = plain_linear(matrix, convert)(x.to(device.torch)).cpu()
+    want = StoredLinearLoader("none", device)(matrix, convert)(x.to(device.torch)).cpu()
     assert keeper.formats == {kept}
     assert (got - want).square().mean().sqrt() <= MOST[kept] * want.std()
 

@@ -165,9 +165,10 @@ def test_states_count_in_the_memory_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_what_a_gpu_cannot_compute_is_refused(tmp_path: Path) -> None:
-    folder = make_family_model(tmp_path, "qwen3 moe", "bfloat16")
-    with pytest.raises(ConfigError, match="not supported on a GPU, which has no experts"):
+    folder = make_family_model(tmp_path / "shared keys", "gemma4 small", "bfloat16")
+    with pytest.raises(ConfigError, match="not supported on a GPU, which has no layers that read"):
         planned(str(folder), gpus(1, 80), [(1, 1, 1)], load_format="auto")
+    folder = make_family_model(tmp_path / "experts", "qwen3 moe", "bfloat16")
     with pytest.raises(ConfigError, match=r"runner native: .* not float32"):
         planned(str(folder), Devices("cpu", 1, None), [(1, 1, 1)], runner="native", dtype="float32")
     torch = planned(str(folder), Devices("cpu", 1, None, GIB), [(1, 1, 1)], runner="torch", dtype="float32")
