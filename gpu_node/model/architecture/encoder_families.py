@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.encoders import num_positions
+from penstock.gpu_node.model.architecture.families.gemma import gemma3_spec
 from penstock.gpu_node.model.architecture.hf_config import Config, activation_of, kinds_of, layers_of, rope_of
 from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.rope import DynamicScaling, LongScaling
 from penstock.gpu_node.model.architecture.spec import Attention, EncoderParts, LayerSpec, ModelSpec
+
+_PUBLISHED = "attn.Wqkv.weight", "attention.qkv_proj.weight", "attn_qkv.weight"
+"""Ends of the names of queries, keys and values in published files of NomicBERT and GTE; the last one is that of GGUF.
+"""
 
 Names = Collection[str]
 """The names of a checkpoint's tensors: published files of some families have other ones than transformers' classes."""
@@ -40,7 +45,7 @@ def _bert(config: Config, base: str) -> ModelSpec:
         raise ConfigError(f"position_embedding_type {form!r} is not supported; supported: absolute")
     attention, inner = layer + "attention.", layer + "attention.self."
     # RoBERTa and its relatives count positions from the one behind that of the padding token.
-    positions = _positions_of(config)
+    positions, types = _positions_of(config), config["type_vocab_size"]
     return ModelSpec(
         **_sizes(config, positions),
         layers=(
@@ -68,8 +73,8 @@ def _bert(config: Config, base: str) -> ModelSpec:
         norm_eps=config["layer_norm_eps"],
         encoder=EncoderParts(
             embedding_norm=f"{base}.embeddings.LayerNorm",
-            token_types=f"{base}.embeddings.token_type_embeddings",
-            num_token_types=config["type_vocab_size"],
+            token_types=f"{base}.embeddings.token_type_embeddings" if types else None,
+            num_token_types=types,
             first_position=config["max_position_embeddings"] - positions,
         ),
         embedding=f"{base}.embeddings.word_embeddings",
@@ -192,6 +197,16 @@ def _eurobert(config: Config, _names: Names) -> ModelSpec:
     )
 
 
+def _embedding_gemma(config: Config, _names: Names) -> ModelSpec:
+    """EmbeddingGemma: the layers of Gemma 3, whose tokens see later ones too, in most layers half a window away."""
+    config = {**config, "use_bidirectional_attention": False}
+    if (window := config.get("sliding_window")) is not None:
+        # Half of it on each side, and the token itself.
+        config["sliding_window"] = window // 2 + 1
+    spec = gemma3_spec(config)
+    return replace(spec, encoder=EncoderParts(embedding_norm=None, has_final_norm=True), tied_head=True, head="")
+
+
 @dataclass(frozen=True, slots=True)
 class _Names:
     """The names of tensors of NomicBERT and GTE."""
@@ -209,7 +224,7 @@ class _Names:
 def _gated_bert(config: Config, names: Names) -> ModelSpec:
     """NomicBERT and GTE: norms behind the sums as in BERT, with RoPE and gated MLPs."""
     hidden, is_gte = config["hidden_size"], config["model_type"] == "gte"
-    is_published = any(one.endswith(("attn.Wqkv.weight", "attention.qkv_proj.weight")) for one in names)
+    is_published = any(one.endswith(_PUBLISHED) for one in names)
     published = _published_gte if is_gte else _published_nomic
     own = published() if is_published else _own_names("gte" if is_gte else "nomic_bert")
     heads = _heads(config["num_attention_heads"], hidden)
@@ -330,5 +345,6 @@ _FAMILIES: Mapping[str, Callable[[Config, Names], ModelSpec]] = {
     "nomic_bert": _gated_bert,
     "gte": _gated_bert,
     "eurobert": _eurobert,
+    "gemma3_text": _embedding_gemma,
 }
 """By `model_type`."""

@@ -15,6 +15,7 @@ import transformers
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.encoder_families import encoder_spec_of
 from penstock.gpu_node.model.architecture.encoders import encoder_class, num_positions, row_kind_of
+from penstock.gpu_node.model.architecture.gguf_layout import as_in_gguf
 from penstock.gpu_node.model.architecture.limits import check_all_numbers, check_positions
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of
@@ -119,8 +120,10 @@ class _Encoder:
 def _runner_of(encoder: _Encoder, options: RunnerOptions, progress: Progress) -> tuple[TextRunner, str, int]:
     """Return the runner of an encoder, the name of its arithmetic, and the tokens that it knows.
 
-    The native kernels compute it if they can, and else its module of transformers. Raises ConfigError.
+    The native kernels compute it if they can, and else its module of transformers, unless it is in a GGUF file. Raises
+    ConfigError.
     """
+    reason = f"runner {options.runner} reads no GGUF file"
     if options.runner in _NATIVE:
         try:
             return _native_runner(encoder, options, progress)
@@ -129,8 +132,11 @@ def _runner_of(encoder: _Encoder, options: RunnerOptions, progress: Progress) ->
             if options.runner == "native":
                 remedy = error.remedy if isinstance(error, NativeUnavailableError) else "--runner cpu"
                 raise ConfigError(f"the native runner is unavailable: {reason} ({remedy})", param="runner") from error
-        log.info("the native kernels do not compute this encoder", extra={"reason": reason})
-        check_settings(options)
+        if encoder.source.gguf is None:
+            log.info("the native kernels do not compute this encoder", extra={"reason": reason})
+            check_settings(options)
+    if encoder.source.gguf is not None:
+        raise ConfigError(f"{encoder.source.gguf}: only the native kernels compute encoders of GGUF files: {reason}")
     return _module_runner(encoder, options)
 
 
@@ -138,6 +144,8 @@ def _native_runner(encoder: _Encoder, options: RunnerOptions, progress: Progress
     checkpoint = Checkpoint.open(encoder.source)
     config = {**encoder.config.to_dict(), "hidden_size": int(encoder.config.hidden_size)}
     spec = encoder_spec_of(config, checkpoint.names)
+    if encoder.source.gguf is not None:
+        spec = as_in_gguf(spec)
     labels = label_layers_of(config, encoder.row_kind, int(encoder.config.num_labels), checkpoint)
     described = Description(encoder.source, encoder.architecture, spec, encoder.stored_dtype, encoder.max_tokens)
     described.check_sizes()

@@ -63,7 +63,8 @@ def _gemma2(config: Config) -> ModelSpec:
     )
 
 
-def _gemma3(config: Config) -> ModelSpec:
+def gemma3_spec(config: Config) -> ModelSpec:
+    """Return the spec of Gemma 3's text model."""
     # transformers 5 writes the RoPE of each kind of layer into rope_parameters.
     by_kind = config.get("rope_parameters") or {}
     config = {**_DEFAULTS, **_GEMMA3_DEFAULTS, **config, "rope_parameters": by_kind.get("full_attention", {})}
@@ -100,6 +101,6 @@ def _model(config: Config, layers: tuple[LayerSpec, ...], **changes: Any) -> Mod
 
 FAMILIES = (
     Family("Gemma2ForCausalLM", _gemma2),
-    Family("Gemma3ForCausalLM", _gemma3),
-    Family("Gemma3ForConditionalGeneration", _gemma3, has_text_config=True),
+    Family("Gemma3ForCausalLM", gemma3_spec),
+    Family("Gemma3ForConditionalGeneration", gemma3_spec, has_text_config=True),
 )
