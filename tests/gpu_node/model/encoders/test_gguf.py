@@ -136,7 +136,11 @@ def test_a_node_opens_the_engine_of_encoders_for_a_file(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("settings", "pooling", "said"),
     [
-        ({"runner": "torch", "cpu_isa": "auto"}, PoolingType.MEAN, "only the native kernels compute encoders of GGUF files"),
+        (
+            {"runner": "torch", "cpu_isa": "auto"},
+            PoolingType.MEAN,
+            "only the native kernels compute encoders of GGUF files",
+        ),
         ({"dtype": "float32", "runner": "cpu"}, PoolingType.MEAN, "the kernels compute in bfloat16, not float32"),
         ({}, PoolingType.RANK, r"pooling_type 4 \(rank\) is not supported"),
     ],
@@ -168,7 +172,8 @@ def test_a_file_of_llama_cpps_converter_has_the_vectors_of_minilm(tmp_path: Path
     write_minilm(folder)
     converter = Path(LLAMA_CPP) / "convert_hf_to_gguf.py"
     words = [str(converter), str(folder), "--outfile", str(file), "--outtype", "f32"]
-    subprocess.run([sys.executable, *words], check=True, timeout=300)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    subprocess.run([sys.executable, *words], check=True, timeout=300, env=env)
     texts = [f"The kettle of house {at} is descaled with vinegar, {'again ' * (at % 60)}" for at in range(200)]
     whole, made = load(folder), load(file, max_model_len=MAX_TOKENS)
     assert np.array_equal(made.embed(texts), whole.embed(texts))
