@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.encoders import num_positions
-from penstock.gpu_node.model.architecture.families.gemma import gemma3_spec
 from penstock.gpu_node.model.architecture.hf_config import Config, activation_of, kinds_of, layers_of, rope_of
 from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.rope import DynamicScaling, LongScaling
@@ -22,15 +21,21 @@ Names = Collection[str]
 """The names of a checkpoint's tensors: published files of some families have other ones than transformers' classes."""
 
 
-def encoder_spec_of(config: Config, names: Names) -> ModelSpec:
+def encoder_spec_of(
+    config: Config, names: Names, of_decoders: Mapping[str, Callable[[Config], ModelSpec]]
+) -> ModelSpec:
     """Return the spec of an encoder. Raises ConfigError that names what is not supported.
 
-    config: as transformers' class of the config has it, with all defaults.
+    config: as transformers' class of the config has it, with all defaults. of_decoders: the specs of types whose layers
+    are those of a decoder's family.
     """
     kind = str(config["model_type"])
-    if (spec_of := _FAMILIES.get(kind)) is None:
-        raise ConfigError(f"model_type {kind} is not supported; supported: {', '.join(_FAMILIES)}")
-    spec = spec_of(config, names)
+    if kind in of_decoders:
+        spec = of_decoders[kind](config)
+    elif (spec_of := _FAMILIES.get(kind)) is None:
+        raise ConfigError(f"model_type {kind} is not supported; supported: {', '.join((*_FAMILIES, *of_decoders))}")
+    else:
+        spec = spec_of(config, names)
     if any(isinstance(rope.scaling, DynamicScaling | LongScaling) for rope in spec.ropes):
         raise ConfigError("RoPE scaling by the length of a text is not supported")
     return spec
@@ -197,16 +202,6 @@ def _eurobert(config: Config, _names: Names) -> ModelSpec:
     )
 
 
-def _embedding_gemma(config: Config, _names: Names) -> ModelSpec:
-    """EmbeddingGemma: the layers of Gemma 3, whose tokens see later ones too, in most layers half a window away."""
-    config = {**config, "use_bidirectional_attention": False}
-    if (window := config.get("sliding_window")) is not None:
-        # Half of it on each side, and the token itself.
-        config["sliding_window"] = window // 2 + 1
-    spec = gemma3_spec(config)
-    return replace(spec, encoder=EncoderParts(embedding_norm=None, has_final_norm=True), tied_head=True, head="")
-
-
 @dataclass(frozen=True, slots=True)
 class _Names:
     """The names of tensors of NomicBERT and GTE."""
@@ -345,6 +340,5 @@ _FAMILIES: Mapping[str, Callable[[Config, Names], ModelSpec]] = {
     "nomic_bert": _gated_bert,
     "gte": _gated_bert,
     "eurobert": _eurobert,
-    "gemma3_text": _embedding_gemma,
 }
 """By `model_type`."""

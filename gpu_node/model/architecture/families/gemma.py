@@ -5,6 +5,7 @@ Gemma 2 caps scores and logits. Gemma 3 norms queries and keys instead, and has 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.contract.errors import ConfigError
@@ -22,7 +23,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     rope_of,
     windows_of_kinds,
 )
-from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
+from penstock.gpu_node.model.architecture.spec import EncoderParts, Family, LayerSpec, ModelSpec
 
 _DEFAULT_SCORE_CAP = 50.0
 _DEFAULT_LOGIT_CAP = 30.0
@@ -63,8 +64,17 @@ def _gemma2(config: Config) -> ModelSpec:
     )
 
 
-def gemma3_spec(config: Config) -> ModelSpec:
-    """Return the spec of Gemma 3's text model."""
+def embedding_gemma_spec(config: Config) -> ModelSpec:
+    """Return the spec of EmbeddingGemma: Gemma 3 whose tokens see later ones too, in most layers half a window away."""
+    config = {**config, "use_bidirectional_attention": False}
+    if (window := config.get("sliding_window")) is not None:
+        # Half of it on each side, and the token itself.
+        config["sliding_window"] = window // 2 + 1
+    spec = _gemma3(config)
+    return replace(spec, encoder=EncoderParts(embedding_norm=None, has_final_norm=True), tied_head=True, head="")
+
+
+def _gemma3(config: Config) -> ModelSpec:
     # transformers 5 writes the RoPE of each kind of layer into rope_parameters.
     by_kind = config.get("rope_parameters") or {}
     config = {**_DEFAULTS, **_GEMMA3_DEFAULTS, **config, "rope_parameters": by_kind.get("full_attention", {})}
@@ -101,6 +111,6 @@ def _model(config: Config, layers: tuple[LayerSpec, ...], **changes: Any) -> Mod
 
 FAMILIES = (
     Family("Gemma2ForCausalLM", _gemma2),
-    Family("Gemma3ForCausalLM", gemma3_spec),
-    Family("Gemma3ForConditionalGeneration", gemma3_spec, has_text_config=True),
+    Family("Gemma3ForCausalLM", _gemma3),
+    Family("Gemma3ForConditionalGeneration", _gemma3, has_text_config=True),
 )
