@@ -15,6 +15,8 @@
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make batches     a batch of 50,000 rows, everything that runs it is killed; BATCHES="--storage s3 --rows 5000"
+#                    BATCHES="--entry embeddings --rows 20000" (or scores): texts of a small encoder, bit for bit
+#   make shared-hosts  two nodes on the same cores, one is killed or stopped 200 times; SHARED_HOSTS="--faults 20"
 #   make flows       100 random flows, everything that runs them is killed; FLOWS="--rows 100 --seed 1"
 #   make attempts    2,000 jobs with retries, checks and keys while nodes fail and are killed; ATTEMPTS="--jobs 200 --seed 1"
 #   make channels    programs in Python and Node read 200 jobs from channels of Redis while everything is killed; CHANNELS="--jobs 20"
@@ -70,7 +72,7 @@ MODELS_STAMP := $(VENV)/.penstock-models-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: kills deaths demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full vocabularies clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts
+.PHONY: kills deaths demo test quick check lint-python types types-tests check-tests modules language fields classes lint-lua lint-cpp check-full vocabularies clients faults soak backlog batches channels webhooks ranks failovers hostile mutants drills upgrades site dashboards bench bench-peers bench-gpu gpu-venv lowest wheels sbom lock clean flows attempts shared-hosts
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -122,7 +124,7 @@ check-full: check $(SLOW_STAMP) $(MODELS_STAMP) build/old-redis/.installed
 vocabularies: $(STAMP)
 	VOCABULARIES=$(abspath $(VOCABULARIES)) $(BIN)/python -m pytest -m slow tests/gpu_node/model/checkpoint/test_gguf_vocabularies.py
 
-clients: $(STAMP)
+clients: $(STAMP) $(MODELS_STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m clients $(CLIENT)
 
 faults: $(STAMP)
@@ -136,6 +138,9 @@ backlog: $(STAMP)
 
 batches: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.batches $(BATCHES)
+
+shared-hosts: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.shared_hosts $(SHARED_HOSTS)
 
 flows: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.flows $(FLOWS)

@@ -9,7 +9,7 @@ from penstock.contract.errors import InvariantError, PenstockError, RequestError
 from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import GENERATE, QUERY, Score, Task, TextTask
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.pool_choice import NOT_ABLE, choose_pool, is_made_for
+from penstock.producer.client.pool_choice import NOT_ABLE, NOT_DOING, choose_pool, is_made_for
 from penstock.producer.client.text_calls import NUMBERED
 from penstock.producer.client.text_jobs import TextJob, pair_jobs, score_jobs, text_jobs
 from penstock.producer.parsed_body import ParsedBody
@@ -26,27 +26,38 @@ def pool_among(pools: Iterable[ServedPool], body: ParsedBody, model: str | None,
 
     Raises what `choose_pool` raises.
     """
-    known = list(pools)
-    kinds = _ordered_kinds(known, body, model)
-    for kind in kinds:
+    known, refusals = list(pools), list[RequestError]()
+    for kind in _ordered_kinds(known, body, model):
         try:
             return choose_pool(known, model, kind=kind, hides_models=hides_models)
         except RequestError as error:
-            if error.code != NOT_ABLE or kind == kinds[-1]:
+            if error.code != NOT_ABLE:
                 raise
-    raise InvariantError("no kind of job was tried")
+            refusals.append(error)
+    raise _joined(refusals)
 
 
 async def pool_for(client: AsyncClient, body: ParsedBody, model: str | None, *, hides_models: bool) -> ServedPool:
     """Do the same as `pool_among` with the pools that a client knows."""
-    kinds = _ordered_kinds([*(await client.pools()).values()], body, model)
-    for kind in kinds:
+    refusals = list[RequestError]()
+    for kind in _ordered_kinds([*(await client.pools()).values()], body, model):
         try:
             return await client.served_pool(model, kind=kind, hides_models=hides_models)
         except RequestError as error:
-            if error.code != NOT_ABLE or kind == kinds[-1]:
+            if error.code != NOT_ABLE:
                 raise
-    raise InvariantError("no kind of job was tried")
+            refusals.append(error)
+    raise _joined(refusals)
+
+
+def _joined(refusals: Sequence[RequestError]) -> RequestError:
+    """Return one error of all kinds of jobs that a model cannot do, each with the models that can."""
+    if not refusals:
+        raise InvariantError("no kind of job was tried")
+    first, *others = refusals
+    further = (f" Nor can it {one.message.partition(NOT_DOING)[2]}." for one in others)
+    message = f"{first.message}.{''.join(further)}" if others else first.message
+    return RequestError(message, code=NOT_ABLE, param=first.param)
 
 
 def _ordered_kinds(pools: Sequence[ServedPool], body: ParsedBody, model: str | None) -> list[str]:

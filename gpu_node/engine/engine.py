@@ -174,6 +174,7 @@ class Engine:
         *,
         pooling: Pooling | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         adapters: Adapters = None,
     ) -> list[Embedding]:
@@ -181,7 +182,8 @@ class Engine:
 
         Raises RequestError beside other requests, JobFailedError if the model computes NaN or infinity for a prompt.
         """
-        wanted = Embed(pooling=pooling, dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
+        options = {"pooling": pooling, "dimensions": dimensions, "prompt_name": prompt_name}
+        wanted = Embed(**options, truncate_prompt_tokens=truncate_prompt_tokens)
         batch = embed_requests(prompts, wanted.within(self.max_model_len), adapters, self.tokenizer)
         return embeddings_of(batch, run_batch(self, batch, "embed"))
 

@@ -130,8 +130,10 @@ def one_request(
 def embed_requests(
     prompts: Prompt | Sequence[Prompt], wanted: Embed, adapters: Adapters, tokenizer: Tokenizer
 ) -> list[EngineRequest]:
-    """Return a request for the embedding of each prompt, as `spread` does."""
-    batch = spread(prompts, SamplingParams(**wanted.sampling()), adapters, tokenizer)
+    """Return a request for the embedding of each prompt, as `spread` does. The model's prompt stands before texts."""
+    before = tokenizer.embedding_prompts.before(wanted)
+    texts = [before + one if isinstance(one, str) else one for one in prompts_of(prompts)]
+    batch = spread(texts, SamplingParams(**wanted.sampling()), adapters, tokenizer)
     return [replace(request, embed=wanted) for request in batch]
 
 

@@ -22,6 +22,7 @@ from penstock.gpu_node.engine.pair_scores import PairScores, pair_scores_of
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
+from penstock.gpu_node.engine.text.prompts import EmbeddingPrompts
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.options import runner_name
 from penstock.gpu_node.model.plan_records import Devices as Devices
@@ -304,6 +305,9 @@ class ServedModel:
         """The config with what the model requires: fewer sequences if not all of their states fit."""
         self.pairs = pair_scores_of(config.model, self.model, self.tokenizer)
         """How it scores pairs of texts; None if it does not."""
+        if self.pairs is None:
+            # The default prompt of a reranker is the system message of its pairs.
+            self.tokenizer.embedding_prompts = EmbeddingPrompts(self.model.prompts, self.model.default_prompt)
         eos, sizes = self.tokenizer.eos_token_ids, (config.block_size, config.max_num_seqs)
         self.limits = request_limits(self.model, eos, *sizes, self.pairs)
         self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)

@@ -494,3 +494,7 @@ class LoadedModel:
 
     None for a head whose rows cannot be read, or whose logits are no such products.
     """
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts that the model expects before those that it embeds, by name."""
+    default_prompt: str | None = None
+    """The name of the prompt of requests that name none."""

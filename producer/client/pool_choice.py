@@ -17,6 +17,8 @@ from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 
 NOT_ABLE = "unsupported_value"
 """The code of the error for a model that cannot run jobs of a kind."""
+NOT_DOING = " cannot "
+"""What stands between the model and the kind in the message of that error."""
 _OF_TOKENIZER = frozenset(("tokenize", "detokenize"))
 """Kinds of jobs that every node answers with its tokenizer."""
 _DOING: Mapping[str, str] = {
@@ -114,8 +116,8 @@ def _able_of(
         return able or fitting
     others = sorted({pool.model for pool in known if kind in pool.kinds and pool.is_alive})
     named = f"; models that can: {', '.join(others) or 'none'}" if not hides_models else ""
-    asked = "no served model can" if model is None else f"model {model!r} cannot"
-    raise RequestError(f"{asked} {_DOING.get(kind, kind)}{named}", code=NOT_ABLE, param="model")
+    asked = "the served models" if model is None else f"model {model!r}"
+    raise RequestError(f"{asked}{NOT_DOING}{_DOING.get(kind, kind)}{named}", code=NOT_ABLE, param="model")
 
 
 def is_made_for(pool: PoolRecord, kind: str) -> bool:

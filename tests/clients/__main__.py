@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from clients import newer, page
 from clients.catalog import BY_NAME, CLIENTS, Client
 from clients.running import Report, run_client
-from clients.server import running_server
+from clients.server import Server, encoder_server, running_server
 
 from penstock.contract.tool_formats import BY_NAME as BY_FORMAT
 
@@ -37,11 +37,13 @@ def main() -> int:
         return 0
     print(f"{'client':16}{'version':12}{'checks':>8}{'seconds':>9}")
     with ExitStack() as stack:
-        server = None
-        if not all(client.is_scripted for client in chosen):
-            server = stack.enter_context(running_server(tells_tools=given.told))
+        servers = dict[bool, Server]()
+        if any(client.is_for_encoders for client in chosen):
+            servers[True] = stack.enter_context(encoder_server())
+        if not all(client.is_scripted or client.is_for_encoders for client in chosen):
+            servers[False] = stack.enter_context(running_server(tells_tools=given.told))
         options = {"records": given.record, "tool_format": given.format}
-        reports = [_shown(run_client(client, server, **options)) for client in chosen]
+        reports = [_shown(run_client(one, servers.get(one.is_for_encoders), **options)) for one in chosen]
     if given.page:
         page.write(reports)
     _show_newer(chosen)

@@ -24,10 +24,14 @@ class Client:
     """Where the packages of a Node client are named: in `node/` with those of others, or in a folder of its own."""
     is_scripted: bool = False
     """Whether it runs against the scripted model (`fakes/scripted_model.py`) in place of the demo model."""
+    is_for_encoders: bool = False
+    """Whether it runs against all-MiniLM-L6-v2 and a small random cross-encoder in place of the demo model."""
     platform: str = ""
     """The only system and processor that its package is for, if there is only one."""
     without: tuple[str, ...] = ()
     """Packages that it requires but that break it here; they are uninstalled."""
+    has_dependencies: bool = True
+    """Whether the packages that its packages require are installed too."""
 
     @property
     def is_node(self) -> bool:
@@ -45,6 +49,7 @@ _ALL = "all"
 _OF_OPENAI = f"chat, completions, responses, models, files, batches, webhooks: {_ALL}"
 _LOAD = "a short load; every request succeeds, and the report has its latencies and token counts"
 _LINUX = "Linux x86_64"
+_TEI = "text-embeddings-inference"
 _AGENT = "sessions over chat with a scripted model: files, commands, an MCP server, an agent"
 CLIENTS = (
     Client("openai", "openai (Python)", "openai_checks.py", _OF_OPENAI),
@@ -125,6 +130,64 @@ CLIENTS = (
         "sessions over chat with a scripted model: edits by blocks, a block that does not fit, whole files",
         installs_in_seconds=False,
         is_scripted=True,
+    ),
+    Client(
+        "openai-embeddings",
+        "openai (Python), embeddings",
+        "openai_embeddings_checks.py",
+        "embeddings of texts and of token ids, as base64 and as numbers, fewer dimensions, a batch file, errors",
+        is_for_encoders=True,
+    ),
+    Client(
+        "cohere",
+        "cohere",
+        "cohere_checks.py",
+        "rerank of `ClientV2` and `Client`, whole and asynchronous, by a cross-encoder and by an embedder; errors",
+        is_for_encoders=True,
+    ),
+    Client(
+        "huggingface-hub",
+        "huggingface_hub",
+        "huggingface_hub_checks.py",
+        "`InferenceClient`: feature extraction with all its options, similarity of sentences, labels, health",
+        is_for_encoders=True,
+    ),
+    Client(
+        "langchain-huggingface",
+        "LangChain for Hugging Face",
+        "langchain_huggingface_checks.py",
+        "`HuggingFaceEndpointEmbeddings` with clients that have the URL; a store of vectors",
+        is_for_encoders=True,
+    ),
+    Client(
+        "llama-index",
+        "LlamaIndex",
+        "llama_index_checks.py",
+        f"its classes for {_TEI}, embeddings and reranker, and for servers like OpenAI's; an index of vectors",
+        is_for_encoders=True,
+    ),
+    Client(
+        "haystack",
+        "Haystack",
+        "haystack_checks.py",
+        f"embedders and ranker for {_TEI}, embedders for OpenAI, a pipeline of both",
+        is_for_encoders=True,
+    ),
+    Client(
+        "litellm-encoders",
+        "litellm, encoders",
+        "litellm_encoders_checks.py",
+        "embeddings and rerank by its providers OpenAI, vLLM, Infinity, Hugging Face, Cohere and Jina",
+        is_for_encoders=True,
+    ),
+    Client(
+        "open-webui",
+        "Open WebUI, retrieval",
+        "open_webui_checks.py",
+        "its functions that embed by an OpenAI URL, and its external reranker, without the application around them",
+        is_for_encoders=True,
+        installs_in_seconds=False,
+        has_dependencies=False,
     ),
     Client(
         "http",

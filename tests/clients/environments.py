@@ -42,7 +42,8 @@ def _install_python(client: Client, folder: Path) -> list[str]:
         # uv installs in a fraction of the time; pip is always there.
         uv = shutil.which("uv")
         pip = (uv, "pip", "install", "--python", python) if uv else (python, "-m", "pip", "install")
-        _run(*pip, "--quiet", "--requirement", requirements)
+        alone = () if client.has_dependencies else ("--no-deps",)
+        _run(*pip, "--quiet", *alone, "--requirement", requirements)
         if client.without:
             _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *client.without)
         _mark_current(folder, requirements)

@@ -14,7 +14,7 @@ from typing import Any
 from clients.catalog import Client
 from clients.environments import FOLDER, InstallationError, install
 from clients.recording import recorded
-from clients.server import LOGS, MODEL, Server, scripted_server
+from clients.server import LOGS, Server, scripted_server
 
 TESTS = Path(__file__).resolve().parents[1]
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "TERM")
@@ -46,8 +46,8 @@ class Report:
 def run_client(client: Client, server: Server | None, *, records: bool = False, tool_format: str = "hermes") -> Report:
     """Install a client and run its script.
 
-    server: that of the demo model; None if the client needs only the scripted one. records: keep its requests
-    (`recording.py`). tool_format: that of the scripted model.
+    server: that of the demo model, or of encoders; None if the client needs only the scripted one. records: keep its
+    requests (`recording.py`). tool_format: that of the scripted model.
     """
     try:
         command = install(client)
@@ -56,7 +56,7 @@ def run_client(client: Client, server: Server | None, *, records: bool = False, 
     with ExitStack() as stack:
         if client.is_scripted:
             server = stack.enter_context(scripted_server(tool_format))
-        assert server is not None, f"{client.name} needs the demo model"
+        assert server is not None, f"{client.name} needs a server"
         if records:
             server = stack.enter_context(recorded(server, client.name))
         log = stack.enter_context((LOGS / f"{client.name}.log").open("w"))
@@ -85,7 +85,8 @@ def _output_of(command: list[str], client: Client, server: Server, log: Any) -> 
 
 def _environment_of(server: Server) -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    ours = {"PENSTOCK_URL": server.url, "PENSTOCK_MODEL": MODEL, "PENSTOCK_MODEL_FOLDER": str(server.model_folder)}
+    ours = {"PENSTOCK_URL": server.url, "PENSTOCK_MODEL": server.model, "PENSTOCK_RERANKER": server.reranker}
+    ours["PENSTOCK_MODEL_FOLDER"] = str(server.model_folder)
     return {**kept, **ours, "PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
 

@@ -1,5 +1,5 @@
-"""The servers of the runs: `penstock serve` with the demo model and a chat template that takes tools, and a gateway
-with a model that says what a script tells it.
+"""The servers of the runs: `penstock serve` with the demo model and a chat template that takes tools, with encoders,
+and a gateway with a model that says what a script tells it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ import httpx
 from clients.environments import FOLDER
 from fakes.served_model import TOOL_TEMPLATE, served
 from fixtures.dequantized import dequantized
+from fixtures.minilm import write_minilm
+from fixtures.tiny_encoder import write_wide
 
 from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "smollm2"
+EMBEDDER = "minilm"
+RERANKER = "cross-encoder"
 SCRIPTED_NAMES = ("scripted", "gpt-5.5", "gpt-6-sol", "claude-opus-5-5")
 """Names of the scripted model. Codex has other tools for each of the first three, Claude Code other prompts for the
 last."""
@@ -46,6 +50,9 @@ class Server:
 
     url: str
     model_folder: Path
+    model: str = MODEL
+    reranker: str = ""
+    """The model that scores pairs of texts, if there is one beside `model`."""
 
 
 @contextmanager
@@ -62,6 +69,35 @@ def running_server(*, tells_tools: bool = False) -> Iterator[Server]:
         environment = mock.patch.dict(os.environ, RECEIVERS_HERE)
         with (LOGS / "server.log").open("w") as log, environment, served(folder, log) as url:
             yield Server(url, folder)
+
+
+@contextmanager
+def encoder_server() -> Iterator[Server]:
+    """Start `penstock serve` with all-MiniLM-L6-v2 and a node with a cross-encoder, and stop them at the end.
+
+    Raises NoMiniLMError if the package with the model is not installed.
+    """
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="encoders")))
+        folder, reranker, runtime = (temporary / name for name in (EMBEDDER, RERANKER, "runtime"))
+        runtime.mkdir(mode=0o700)
+        write_minilm(folder)
+        reranker.mkdir()
+        write_wide(reranker, "bert", "ForSequenceClassification", num_labels=1)
+        # Its tokenizer, which spells unknown words by letters, says 64.
+        (reranker / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256}))
+        LOGS.mkdir(parents=True, exist_ok=True)
+        log = stack.enter_context((LOGS / "encoders.log").open("w"))
+        url = stack.enter_context(served(folder, log, runtime_dir=runtime))
+        env = {**os.environ, "PENSTOCK_RUNTIME_DIR": str(runtime)}
+        # The node finds the Redis of `penstock serve` by the folder.
+        words = ("-m", "penstock", "node", str(reranker))
+        process = subprocess.Popen([sys.executable, *words], env=env, stdout=log, stderr=log)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        for model in (EMBEDDER, RERANKER):
+            _wait_for(model, url)
+        yield Server(url, folder, EMBEDDER, RERANKER)
 
 
 @contextmanager

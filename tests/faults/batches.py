@@ -1,8 +1,9 @@
 """`python -m faults.batches`: a large batch runs to its end while everything that runs it is killed.
 
 The output and the error file together must have each row of the input once, with the text of an undisturbed run and its
-tokens counted once. The batch's holder, a gateway or a Celery worker, also sleeps through its lease once. With workers,
-Celery's scheduler, which is killed too, sends a task each second. It prints what it measured and what was
+tokens counted once. With the entries `embeddings` and `scores` real nodes run a small encoder, and each row must have
+the bits of an undisturbed engine. The batch's holder, a gateway or a Celery worker, also sleeps through its lease once.
+With workers, Celery's scheduler, which is killed too, sends a task each second. It prints what it measured and what was
 violated.
 """
 
@@ -28,6 +29,7 @@ from faults.tools.backlog_entries import Requests
 from faults.tools.backlog_view import audited
 from faults.tools.batch_kills import BatchRun, CommandEntry, Entry, MessagesEntry, OpenAIEntry, problems_of, used_bytes
 from faults.tools.batch_workers import WorkerFleet
+from faults.tools.encoder_rows import EmbeddingsEntry, EncoderRequests, ScoresEntry
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.report import Measurement, record
 from faults.tools.soak_kills import Fleet
@@ -41,6 +43,8 @@ ENTRIES: dict[str, Callable[[Requests], Entry]] = {
     "openai": OpenAIEntry,
     "messages": MessagesEntry,
     "command": CommandEntry,
+    "embeddings": EmbeddingsEntry,
+    "scores": ScoresEntry,
 }
 STORAGES = ("folder", "s3")
 DAY_MS = 86_400_000
@@ -76,10 +80,11 @@ def storage(kind: str, folder: Path) -> Iterator[None]:
 
 async def run(args: argparse.Namespace) -> list[str]:
     """Run one batch. Return what is wrong."""
-    requests, rng = Requests(POOL, args.rows, max_tokens=8), random.Random(args.seed)
+    rng = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="batches-") as name, storage(args.storage, Path(name) / "files"):
-        settings = {"log_jobs": False, "max_num_seqs": 64, "step_s": args.step_s, "result_ttl_ms": DAY_MS}
+        requests, of_model = _requests_of(args, Path(name) / POOL)
+        settings = {"log_jobs": False, "max_num_seqs": 64, "step_s": args.step_s, "result_ttl_ms": DAY_MS, **of_model}
         with RedisProcess(Path(name) / "redis") as server:
             shape = {"num_nodes": 2, "num_gateways": 2, "keeps_ports": True, "idem_ttl_ms": DAY_MS, **settings}
             made = partial(WorkerFleet, folder=Path(name)) if args.holders == "workers" else Fleet
@@ -114,6 +119,14 @@ async def run(args: argparse.Namespace) -> list[str]:
     if args.record and not found:
         record("Batches: everything killed", row, measurements)
     return found
+
+
+def _requests_of(args: argparse.Namespace, folder: Path) -> tuple[Requests, dict[str, str]]:
+    """Return the requests of an entry, and the settings of nodes that can answer them."""
+    if args.entry not in ("embeddings", "scores"):
+        return Requests(POOL, args.rows, max_tokens=8), {}
+    made = EncoderRequests(POOL, args.rows, folder, scores=args.entry == "scores")
+    return made, {"model": str(folder)}
 
 
 def parser() -> argparse.ArgumentParser:

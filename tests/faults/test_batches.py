@@ -383,6 +383,13 @@ async def test_the_campaign_finds_what_is_planted(words: Sequence[str], found: l
     assert await batches.run(batches.parser().parse_args(given)) == found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["embeddings", "scores"])
+async def test_texts_keep_their_bits_while_everything_is_killed(entry: str) -> None:
+    given = ["--entry", entry, "--rows", "1500", "--kills", "3", "--every", "1.5", "--freeze-s", "4"]
+    assert await batches.run(batches.parser().parse_args(given)) == []
+
+
 def test_rows_that_are_not_answered_once_are_noticed() -> None:
     requests = Requests("p", 4, max_tokens=2)
     right = text_of(reference_tokens("", SamplingParams(**requests.sampling), requests.prompt(0)))

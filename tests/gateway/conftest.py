@@ -34,6 +34,7 @@ from penstock.gateway.app import make_server
 from penstock.gateway.request import reading
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine.text.prompts import NO_PROMPTS
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule, ReasoningState
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.gpu_node.node import Node
@@ -56,6 +57,7 @@ class ByteTokenizer:
 
     max_token_bytes = 64
     tool_format = NO_CALLS
+    embedding_prompts = NO_PROMPTS
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
     takes_effort = False

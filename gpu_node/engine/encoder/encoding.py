@@ -11,6 +11,7 @@ import numpy as np
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.tasks import KINDS, QUERY, Embed, Score, TruncationSide
 from penstock.gpu_node.engine.text.encoder import MAX_WHOLE_CHARS, of_tokenizer
+from penstock.gpu_node.engine.text.prompts import EmbeddingPrompts
 from penstock.gpu_node.engine.texts import EncoderTask, Offsets, PackedTexts
 from penstock.gpu_node.model.text_protocol import LoadedEncoder
 
@@ -39,6 +40,7 @@ class TextEncoder:
         """The kinds of jobs that the encoder can run."""
         self.dimensions = model.head.width if model.head.row_kind == "vectors" else 0
         """Numbers of an embedding; 0 if the model makes none."""
+        self._prompts = EmbeddingPrompts(model.prompts, model.default_prompt)
         self.similarity = model.similarity
         """How two embeddings are compared."""
         self._has_offsets = model.head.row_kind == "token_labels"
@@ -88,26 +90,16 @@ class TextEncoder:
         if (task.dimensions or 0) > self.dimensions:
             message = f"dimensions is {task.dimensions}, but this model's embeddings have {self.dimensions}"
             raise RequestError(message, param="dimensions")
-        if task.prompt_name is not None and task.prompt_name not in self._model.prompts:
-            names = ", ".join(self._model.prompts) or "none"
-            message = f"prompt_name is {task.prompt_name!r}, but this model's prompts are: {names}"
-            raise RequestError(message, param="prompt_name")
+        self._prompts.before(task)
 
     def _text_of(self, task: EncoderTask, text: str, at: int) -> str:
         """Return a text as the model expects it: after its prompt, in lower case. Raises RequestError."""
         if not text:
             raise RequestError(f"{_name(task, at)}: the text is empty", param=_name(task, at))
         self._check_size(text, _name(task, at))
-        if isinstance(task, Embed) and (name := self._prompt_name(task)) is not None:
-            text = self._model.prompts[name] + text
+        if isinstance(task, Embed):
+            text = self._prompts.before(task) + text
         return text.lower() if self._model.lowercases else text
-
-    def _prompt_name(self, task: Embed) -> str | None:
-        """Return the name of the prompt before a text: the caller's, that of what the text is for, or the default."""
-        if task.prompt_name is not None:
-            return task.prompt_name
-        known = self._model.prompts
-        return next((name for name in task.prompt_names if name in known), self._model.default_prompt)
 
     def _query_of(self, prompt: str | Sequence[int]) -> str:
         if not isinstance(prompt, str):

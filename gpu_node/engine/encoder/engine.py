@@ -17,7 +17,7 @@ from penstock.contract.errors import ConflictError, JobFailedError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Usage
 from penstock.contract.priority import NUM_LEVELS
-from penstock.contract.tasks import Classify, Embed, Pooling
+from penstock.contract.tasks import Classify, Embed, Pooling, Score
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.encoder.encoding import TextEncoder
 from penstock.gpu_node.engine.encoder.entities import entities_of
@@ -40,18 +40,17 @@ _BLOCK = 16
 """Tokens that stand for a KV block in statistics."""
 
 
-def load_encoder_of(config: EngineConfig, folder: Any, progress: Callable[[str, float], None]) -> LoadedEncoder:
-    """Load the encoder of a folder. Raises ConfigError."""
+def load_encoder_of(config: EngineConfig, source: Any, progress: Callable[[str, float], None]) -> LoadedEncoder:
+    """Load the encoder of some files (ModelSource). Raises ConfigError."""
     # As `engine.served_model.load` does: torch reads these when it is imported for the first time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from penstock.gpu_node.model.checkpoint.source import ModelSource
     from penstock.gpu_node.model.encoders.load import load_encoder
 
     # On a thread that ends: torch keeps an OpenMP team for every living thread that computed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
-        return loader.submit(load_encoder, ModelSource(folder), config, progress).result()
+        return loader.submit(load_encoder, source, config, progress).result()
 
 
 class EncoderEngine:
@@ -63,7 +62,7 @@ class EncoderEngine:
         """Load an encoder: a folder or a hub id with fields of `EngineConfig`, or that config. Raises ConfigError."""
         config = EngineConfig.of(model, settings)
         tell = progress or (lambda stage, fraction: None)
-        loaded = self._model = load_encoder_of(config, encoder_folder(config, tell), tell)
+        loaded = self._model = load_encoder_of(config, encoder_source(config, tell), tell)
         self._name = config.model
         self.tokenizer = Tokenizer(loaded.folder, vocab_size=loaded.vocab_size, generates=False)
         """The model's tokenizer; safe to call from any thread."""
@@ -142,6 +141,12 @@ class EncoderEngine:
     ) -> NDArray[np.float32]:
         """Return the score of each label for each text, [num_texts, num_labels]; see `Classify` and `embed`."""
         return self._run(texts, truncate_prompt_tokens, lambda **given: Classify(raw=raw, **given))
+
+    def score(
+        self, query: str, texts: Sequence[str], *, raw: bool | None = None, truncate_prompt_tokens: int | None = None
+    ) -> NDArray[np.float32]:
+        """Return how well each text fits the query, [num_texts], by a model of pairs; see `Score` and `embed`."""
+        return self._run(texts, truncate_prompt_tokens, lambda **given: Score(raw=raw, **given), query)[:, 0]
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -336,8 +341,9 @@ class EncoderEngine:
         texts: Sequence[str | Sequence[int]],
         truncate_prompt_tokens: int | None,
         task_of: Callable[..., EncoderTask],
+        query: str | None = None,
     ) -> NDArray[np.float32]:
-        """Compute texts as one batch. Raises what `embed` raises."""
+        """Compute texts as one batch, or with a query pairs of it and each text. Raises what `embed` raises."""
         if self._live:
             raise RequestError("a batch needs an engine without other requests")
         if isinstance(texts, str) or not texts:
@@ -345,8 +351,10 @@ class EncoderEngine:
         cut = {"truncate_prompt_tokens": truncate_prompt_tokens}
         params = SamplingParams()
         for at, text in enumerate(texts):
-            task = task_of(first=at, **cut).within(self.max_model_len)
-            packed = self.texts.encode(task, text if isinstance(text, str) else list(text))
+            pair = {} if query is None else {"texts": (text,)}
+            task = task_of(first=at, **cut, **pair).within(self.max_model_len)
+            prompt = text if query is None else query
+            packed = self.texts.encode(task, prompt if isinstance(prompt, str) else list(prompt))
             self.add(EngineRequest(str(at), (), params, seed=0, texts=packed))
         found = dict[str, StepOutput]()
         try:
@@ -365,8 +373,8 @@ class EncoderEngine:
         return np.stack(rows)
 
 
-def encoder_folder(config: EngineConfig, progress: Callable[[str, float], None]) -> Any:
-    """Return the folder of the encoder that a config names. Raises ConfigError for a model that generates text."""
+def encoder_source(config: EngineConfig, progress: Callable[[str, float], None]) -> Any:
+    """Return the files of the encoder that a config names. Raises ConfigError for a model that generates text."""
     from penstock.contract.errors import ConfigError
     from penstock.gpu_node.model.architecture.encoders import EncoderFoundError
     from penstock.gpu_node.model.loading.load import find_model
@@ -374,7 +382,7 @@ def encoder_folder(config: EngineConfig, progress: Callable[[str, float], None])
     try:
         found = find_model(config.model, config, progress, revision=config.revision)
     except EncoderFoundError as error:
-        return error.folder
+        return error.source
     raise ConfigError(f"{config.model} generates text; Engine computes it, not EncoderEngine: {found.source.folder}")
 
 

@@ -42,6 +42,7 @@ from penstock.gpu_node.engine.text.encoder import (
 )
 from penstock.gpu_node.engine.text.longest_token import longest_token
 from penstock.gpu_node.engine.text.output import Detokenizer
+from penstock.gpu_node.engine.text.prompts import NO_PROMPTS
 from penstock.gpu_node.engine.text.reasoning import ReasoningRule
 from penstock.gpu_node.engine.text.reasoning_format import (
     EarlierReasoning,
@@ -97,6 +98,8 @@ class Tokenizer:
             self._backend: Any = files.backend
             separator = separator_of(files.backend)
             self._long_texts = LongTextEncoder(files.backend, separator)
+        self.embedding_prompts = NO_PROMPTS
+        """What stands before texts that the model embeds."""
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._chats = ChatEncoder(files.backend, separator, self._long_texts)

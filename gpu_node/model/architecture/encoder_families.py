@@ -13,19 +13,29 @@ from penstock.gpu_node.model.architecture.mlp import Mlp
 from penstock.gpu_node.model.architecture.rope import DynamicScaling, LongScaling
 from penstock.gpu_node.model.architecture.spec import Attention, EncoderParts, LayerSpec, ModelSpec
 
+_PUBLISHED = "attn.Wqkv.weight", "attention.qkv_proj.weight", "attn_qkv.weight"
+"""Ends of the names of queries, keys and values in published files of NomicBERT and GTE; the last one is that of GGUF.
+"""
+
 Names = Collection[str]
 """The names of a checkpoint's tensors: published files of some families have other ones than transformers' classes."""
 
 
-def encoder_spec_of(config: Config, names: Names) -> ModelSpec:
+def encoder_spec_of(
+    config: Config, names: Names, of_decoders: Mapping[str, Callable[[Config], ModelSpec]]
+) -> ModelSpec:
     """Return the spec of an encoder. Raises ConfigError that names what is not supported.
 
-    config: as transformers' class of the config has it, with all defaults.
+    config: as transformers' class of the config has it, with all defaults. of_decoders: the specs of types whose layers
+    are those of a decoder's family.
     """
     kind = str(config["model_type"])
-    if (spec_of := _FAMILIES.get(kind)) is None:
-        raise ConfigError(f"model_type {kind} is not supported; supported: {', '.join(_FAMILIES)}")
-    spec = spec_of(config, names)
+    if kind in of_decoders:
+        spec = of_decoders[kind](config)
+    elif (spec_of := _FAMILIES.get(kind)) is None:
+        raise ConfigError(f"model_type {kind} is not supported; supported: {', '.join((*_FAMILIES, *of_decoders))}")
+    else:
+        spec = spec_of(config, names)
     if any(isinstance(rope.scaling, DynamicScaling | LongScaling) for rope in spec.ropes):
         raise ConfigError("RoPE scaling by the length of a text is not supported")
     return spec
@@ -40,7 +50,7 @@ def _bert(config: Config, base: str) -> ModelSpec:
         raise ConfigError(f"position_embedding_type {form!r} is not supported; supported: absolute")
     attention, inner = layer + "attention.", layer + "attention.self."
     # RoBERTa and its relatives count positions from the one behind that of the padding token.
-    positions = _positions_of(config)
+    positions, types = _positions_of(config), config["type_vocab_size"]
     return ModelSpec(
         **_sizes(config, positions),
         layers=(
@@ -68,8 +78,8 @@ def _bert(config: Config, base: str) -> ModelSpec:
         norm_eps=config["layer_norm_eps"],
         encoder=EncoderParts(
             embedding_norm=f"{base}.embeddings.LayerNorm",
-            token_types=f"{base}.embeddings.token_type_embeddings",
-            num_token_types=config["type_vocab_size"],
+            token_types=f"{base}.embeddings.token_type_embeddings" if types else None,
+            num_token_types=types,
             first_position=config["max_position_embeddings"] - positions,
         ),
         embedding=f"{base}.embeddings.word_embeddings",
@@ -209,7 +219,7 @@ class _Names:
 def _gated_bert(config: Config, names: Names) -> ModelSpec:
     """NomicBERT and GTE: norms behind the sums as in BERT, with RoPE and gated MLPs."""
     hidden, is_gte = config["hidden_size"], config["model_type"] == "gte"
-    is_published = any(one.endswith(("attn.Wqkv.weight", "attention.qkv_proj.weight")) for one in names)
+    is_published = any(one.endswith(_PUBLISHED) for one in names)
     published = _published_gte if is_gte else _published_nomic
     own = published() if is_published else _own_names("gte" if is_gte else "nomic_bert")
     heads = _heads(config["num_attention_heads"], hidden)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
@@ -20,6 +19,8 @@ _ENCODERS = _WITH_OFFSET | {
     *("squeezebert", "xlm"),
 }
 """Values of `model_type` of encoders whose classes transformers has itself."""
+_BIDIRECTIONAL = frozenset(("gemma3_text",))
+"""Values of `model_type` of decoders that are encoders where their configs say `use_bidirectional_attention`."""
 _CAUSAL = "ForCausalLM", "LMHeadModel"
 _ROW_KINDS: Mapping[str, RowKind] = {"ForSequenceClassification": "labels", "ForTokenClassification": "token_labels"}
 _HEADS_OF_TRAINING = "Model", "ForMaskedLM", "ForPreTraining"
@@ -29,16 +30,17 @@ _HEADS_OF_TRAINING = "Model", "ForMaskedLM", "ForPreTraining"
 class EncoderFoundError(ConfigError):
     """A model that was to generate text is an encoder."""
 
-    def __init__(self, model: str, architecture: str, folder: Path, *, is_dummy: bool) -> None:
-        """folder: that of the model's files; is_dummy: whether its weights were to be random."""
+    def __init__(self, model: str, architecture: str, source: Any) -> None:
+        """source: the model's files (ModelSource)."""
         super().__init__(f"{model} is an encoder ({architecture}) and generates no text; EncoderEngine computes it")
-        self.folder = folder
-        self.is_dummy = is_dummy
+        self.source = source
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an encoder."""
-    if kind_of(config) not in _ENCODERS or config.get("is_decoder"):
+    kind = kind_of(config)
+    is_one = kind in _BIDIRECTIONAL and config.get("use_bidirectional_attention") is True
+    if (kind not in _ENCODERS and not is_one) or config.get("is_decoder"):
         return False
     return not architecture_of(config).endswith(_CAUSAL)
 

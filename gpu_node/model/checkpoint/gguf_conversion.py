@@ -16,7 +16,9 @@ import numpy as np
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import generation_config
 from penstock.gpu_node.model.checkpoint.gguf_description import describe
+from penstock.gpu_node.model.checkpoint.gguf_encoders import write_modules
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufHeader
+from penstock.gpu_node.model.checkpoint.gguf_metadata import Metadata
 from penstock.gpu_node.model.checkpoint.gguf_tokenizer import (
     BYTE_LEVEL,
     TOKENIZER_LISTS,
@@ -44,6 +46,7 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
             header = file.header_with(TOKENIZER_LISTS)
             _check_tokenizer(file.path, header)
             tokenizer = describe(header, folder)
+            write_modules(file, Metadata(header), folder)
             _add_generation(header, folder / generation_config.FILE)
             for name, template in named_templates(header.metadata).items():
                 (folder / _TEMPLATES).mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import gguf_attention, gguf_hybrid
+from penstock.gpu_node.model.checkpoint import gguf_attention, gguf_encoders, gguf_hybrid
 from penstock.gpu_node.model.checkpoint.generation_config import FILE
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
 from penstock.gpu_node.model.checkpoint.gguf_metadata import Metadata, common_fields
@@ -16,7 +16,7 @@ from penstock.gpu_node.model.checkpoint.gguf_tokenizer import TOKENIZER_LISTS, c
 from penstock.gpu_node.model.checkpoint.gguf_vocabulary import tokenizer_of
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
-_CONFIGS = {**gguf_attention.CONFIGS, **gguf_hybrid.CONFIGS}
+_CONFIGS = {**gguf_attention.CONFIGS, **gguf_encoders.CONFIGS, **gguf_hybrid.CONFIGS}
 _UNLIMITED = int(1e30)
 
 

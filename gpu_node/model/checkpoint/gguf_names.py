@@ -25,6 +25,7 @@ _INTERLEAVED_HEADS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "granite", "granitehybrid", "smollm3", "nemotron_h", "nemotron_h_moe"), _BY_HEAD),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss"), _IN_ORDER),
     **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe", "gemma4", "gpt2", "cohere2"), _IN_ORDER),
+    **dict.fromkeys(("bert", "nomic-bert", "modern-bert", "gemma-embedding"), _IN_ORDER),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "falcon-h1"), _IN_ORDER),
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
@@ -46,6 +47,9 @@ _SHARED_BESIDE_EXPERTS = (
 """Of Granite 4, whose MLP has another name in a file where a mixture of experts stands beside it."""
 _RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "lfm2moe": _LFM2_MOE,
+    "bert": ((r"^bert\.", ""),),
+    "nomic-bert": ((r"^nomic_bert\.", ""),),
+    "modern-bert": ((r"^model\.", ""),),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
 }
 """Names that the converter changes before it maps them: patterns, and what takes their place."""

@@ -154,6 +154,9 @@ def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
     default = _DEFAULT_IDS.get(str(model), {}).get(name)
     own = _NAMES_OF_WORD_PIECE.get(name, name) if model == WORD_PIECE else name
     token_id = metadata.get(f"tokenizer.ggml.{own}_token_id", default)
+    if token_id is None and model == BYTE_LEVEL:
+        # Encoders with byte-level tokens, as ModernBERT, may name their marks alone.
+        token_id = metadata.get(f"tokenizer.ggml.{_NAMES_OF_WORD_PIECE.get(name, name)}_token_id")
     size = len(metadata.get(TOKENIZER_LISTS[0]) or ())
     return token_id if isinstance(token_id, int) and 0 <= token_id < size else None
 

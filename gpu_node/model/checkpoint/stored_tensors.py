@@ -81,9 +81,9 @@ class Checkpoint:
         read_scaled: ReadScaled | None = None,
         names: Iterable[str] = (),
     ) -> None:
-        """files: the weight files; read_scaled: reads quantized matrices; names: of the tensors of safetensors."""
+        """files: the weight files; read_scaled: reads quantized matrices; names: of the tensors in the files."""
         self.names = frozenset(names)
-        """The names of the tensors of safetensors files."""
+        """The names of the tensors in the files."""
         self._find = find
         self._files = dict(files)
         self._read_scaled = read_scaled
@@ -101,7 +101,8 @@ class Checkpoint:
             return made
         if source.gguf is not None:
             gguf = gguf or GgufFile(source.gguf)
-            return cls(_GgufTensors(gguf).find, dict(zip(gguf.paths, gguf.parts, strict=True)))
+            files = dict(zip(gguf.paths, gguf.parts, strict=True))
+            return cls(_GgufTensors(gguf).find, files, names=gguf.header.tensors)
         files = {path: MappedFile(path) for path in weight_files(source)}
         tensors = _tensors_of(source.folder, files)
         return cls(_finder_of(tensors), files, read_scaled, tensors)

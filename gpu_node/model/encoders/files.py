@@ -77,10 +77,7 @@ def read_sentence_files(folder: Path, hidden_size: int) -> SentenceFiles:
     digest = hashlib.blake2b(digest_size=16)
     poolings, layers, normalizes = _head_of(folder, hidden_size, digest)
     limits, settings = _read(folder / LIMITS, digest), _read(folder / SETTINGS, digest)
-    prompts = _prompts_of(settings.get("prompts") or {}, folder / SETTINGS)
-    default = settings.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise ConfigError(f"{folder / SETTINGS}: default_prompt_name {str(default)[:100]!r} is not one of the prompts")
+    prompts, default = prompts_in(settings, folder / SETTINGS)
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in _SIMILARITIES:
         found = f"similarity_fn_name is {str(similarity)[:100]!r}"
@@ -111,7 +108,7 @@ def _head_of(
         if kind == "Pooling":
             if poolings or layers or normalizes:
                 raise ConfigError(f"{folder / MODULES}: Pooling must be the only one, and follow the model")
-            poolings = _poolings_of(_read(path / _POOLING_CONFIG, digest), path)
+            poolings = poolings_in(_read(path / _POOLING_CONFIG, digest), path / _POOLING_CONFIG)
             width = hidden_size * len(poolings)
         elif kind == "Dense":
             layer = _dense(path, digest, width)
@@ -186,8 +183,8 @@ def _read(path: Path, digest: hashlib.blake2b) -> dict[str, Any]:
     return read_object(path)
 
 
-def _poolings_of(config: Mapping[str, Any], folder: Path) -> tuple[PoolingMode, ...]:
-    path = folder / _POOLING_CONFIG
+def poolings_in(config: Mapping[str, Any], path: Path) -> tuple[PoolingMode, ...]:
+    """Return the poolings that a module's config names, `mean` if it names none. Raises ConfigError."""
     if not _flag(config, "include_prompt", path, default=True):
         raise ConfigError(f"{path}: include_prompt false is not supported")
     if (named := config.get("pooling_mode")) is not None:
@@ -244,10 +241,14 @@ def _max_tokens_of(limits: Mapping[str, Any], path: Path) -> int | None:
     return found
 
 
-def _prompts_of(given: object, path: Path) -> Mapping[str, str]:
+def prompts_in(settings: Mapping[str, Any], path: Path) -> tuple[Mapping[str, str], str | None]:
+    """Return the prompts that a file has by name, and the name of the default one. Raises ConfigError."""
+    given, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(given, dict) or len(given) > _MAX_PROMPTS:
         raise ConfigError(f"{path}: prompts must be an object of at most {_MAX_PROMPTS} texts")
     for name, text in given.items():
         if not isinstance(text, str) or len(text) > _MAX_PROMPT_CHARS:
             raise ConfigError(f"{path}: prompt {name[:100]!r} must be a text of at most {_MAX_PROMPT_CHARS} characters")
-    return given
+    if default is not None and default not in given:
+        raise ConfigError(f"{path}: default_prompt_name {str(default)[:100]!r} is not one of the prompts")
+    return given, default

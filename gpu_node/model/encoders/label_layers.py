@@ -82,6 +82,8 @@ def label_layers_of(
         bias = _floats(checkpoint.get(f"{name}.bias", rows)) if has_bias else None
         return DenseLayer(_floats(checkpoint.get(f"{name}.weight", rows, width)), bias, activation)
 
+    if kind == "gemma3_text":
+        return LabelLayers("last", (dense("score", num_labels, "identity", has_bias=False),))
     inner, activation, out = _HEADS[kind]
     layers: list[DenseLayer | LayerNorm] = []
     is_modern = kind == "modernbert"

@@ -15,6 +15,8 @@ import transformers
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.encoder_families import encoder_spec_of
 from penstock.gpu_node.model.architecture.encoders import encoder_class, num_positions, row_kind_of
+from penstock.gpu_node.model.architecture.families.gemma import embedding_gemma_spec
+from penstock.gpu_node.model.architecture.gguf_layout import as_in_gguf
 from penstock.gpu_node.model.architecture.limits import check_all_numbers, check_positions
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of
 from penstock.gpu_node.model.checkpoint.description import Description, revision_of
@@ -41,6 +43,8 @@ log = logging.getLogger(__package__)
 _RUNNERS = "auto", "cpu", "native", "torch", "transformers"
 _NATIVE = "auto", "cpu", "native"
 """Those that try the native kernels first."""
+_OF_DECODERS = {"gemma3_text": embedding_gemma_spec}
+"""Encoders by `model_type` whose layers are those of a decoder's family."""
 _DEFAULT_TOKENS = 512
 """Most tokens of a text where no file of the model says it."""
 _MAX_TOLD = 1 << 22
@@ -119,8 +123,10 @@ class _Encoder:
 def _runner_of(encoder: _Encoder, options: RunnerOptions, progress: Progress) -> tuple[TextRunner, str, int]:
     """Return the runner of an encoder, the name of its arithmetic, and the tokens that it knows.
 
-    The native kernels compute it if they can, and else its module of transformers. Raises ConfigError.
+    The native kernels compute it if they can, and else its module of transformers, unless it is in a GGUF file. Raises
+    ConfigError.
     """
+    reason = f"runner {options.runner} reads no GGUF file"
     if options.runner in _NATIVE:
         try:
             return _native_runner(encoder, options, progress)
@@ -129,15 +135,20 @@ def _runner_of(encoder: _Encoder, options: RunnerOptions, progress: Progress) ->
             if options.runner == "native":
                 remedy = error.remedy if isinstance(error, NativeUnavailableError) else "--runner cpu"
                 raise ConfigError(f"the native runner is unavailable: {reason} ({remedy})", param="runner") from error
-        log.info("the native kernels do not compute this encoder", extra={"reason": reason})
-        check_settings(options)
+        if encoder.source.gguf is None:
+            log.info("the native kernels do not compute this encoder", extra={"reason": reason})
+            check_settings(options)
+    if encoder.source.gguf is not None:
+        raise ConfigError(f"{encoder.source.gguf}: only the native kernels compute encoders of GGUF files: {reason}")
     return _module_runner(encoder, options)
 
 
 def _native_runner(encoder: _Encoder, options: RunnerOptions, progress: Progress) -> tuple[TextRunner, str, int]:
     checkpoint = Checkpoint.open(encoder.source)
     config = {**encoder.config.to_dict(), "hidden_size": int(encoder.config.hidden_size)}
-    spec = encoder_spec_of(config, checkpoint.names)
+    spec = encoder_spec_of(config, checkpoint.names, _OF_DECODERS)
+    if encoder.source.gguf is not None:
+        spec = as_in_gguf(spec)
     labels = label_layers_of(config, encoder.row_kind, int(encoder.config.num_labels), checkpoint)
     described = Description(encoder.source, encoder.architecture, spec, encoder.stored_dtype, encoder.max_tokens)
     described.check_sizes()

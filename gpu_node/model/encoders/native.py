@@ -61,6 +61,8 @@ def load_native_encoder(
     check_isa(options)
     isa, library = kernels_for(options.cpu_isa, progress)
     quantization, kv_format = _QUANTIZATIONS[options.quantization], KvFormat.F16
+    if described.source.gguf is not None and options.quantization == "auto":
+        quantization = "auto"  # Matrices stay as the file has them.
     options = options.model_copy(update={"block_size": _BLOCK, "quantization": quantization})
     num_blocks = max(_PASS_BLOCKS, -(-described.max_model_len // _BLOCK))
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)

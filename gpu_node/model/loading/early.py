@@ -34,4 +34,4 @@ def check_model(model: str, options: RunnerOptions, revision: str | None = None)
     try:
         find_model(model, options, lambda stage, fraction: None, revision=revision)
     except EncoderFoundError as found:
-        row_kind_of(read_object(found.folder / "config.json"))
+        row_kind_of(read_object(found.source.folder / "config.json"))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.encoders import EncoderFoundError, is_encoder, row_kind_of
 from penstock.gpu_node.model.architecture.families import family_of, needs_transformers, text_config_of
 from penstock.gpu_node.model.architecture.gguf_layout import as_in_gguf
@@ -29,6 +28,7 @@ from penstock.gpu_node.model.checkpoint.hub import EMBEDDER_FILES, POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of, with_modelopt_file
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
+from penstock.gpu_node.model.encoders.decoder_files import decoder_pooling_of, decoder_prompts_of
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import load_native
 from penstock.gpu_node.model.native.shapes import NativeUnavailableError
@@ -44,13 +44,6 @@ if TYPE_CHECKING:
     from penstock.gpu_node.model.transformers_runner.description import ModuleDescription
 
 log = logging.getLogger(__package__)
-
-_POOLINGS: dict[str, Pooling] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_cls_token": "cls",
-}
-
 
 _LEAST_BYTES = {"int4": 0.5, "int8": 1, "fp8": 1}
 """Bytes of a number by `quantization`; by default it has 16 bits or more."""
@@ -105,9 +98,9 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     with reading(described_in, model):
         stamps = stamps_of_source(source)
         config = with_modelopt_file(read_object(source.folder / "config.json"), source.folder)
-        generates_no_text = gguf is None and is_encoder(config)
+        generates_no_text = is_encoder(config)
     if generates_no_text:
-        raise EncoderFoundError(model, architecture_of(config), source.folder, is_dummy=source.is_dummy)
+        raise EncoderFoundError(model, architecture_of(config), source)
     with reading(described_in, model):
         if gguf is not None:
             config = with_gguf_settings(config, gguf)
@@ -141,6 +134,7 @@ def load_found(
         # Another version of the package may compute something else.
         arithmetic += f" by {described.origin}"
     with reading(source.folder / "generation_config.json", found.name):
+        prompts, default_prompt = decoder_prompts_of(source.folder)
         loaded = LoadedModel(
             runner=runner,
             folder=source.folder,
@@ -149,7 +143,9 @@ def load_found(
             max_model_len=described.max_model_len,
             eos_token_ids=_eos_token_ids(source.folder, found.config),
             adapters=adapters,
-            pooling=_pooling_of(source.folder),
+            pooling=decoder_pooling_of(source.folder),
+            prompts=prompts,
+            default_prompt=default_prompt,
             is_embedder=_is_embedder(found),
             arithmetic=arithmetic,
             revision=revision_of(source, arithmetic),
@@ -446,16 +442,6 @@ def _describe_module(opened: OpenModel, config: Mapping[str, Any], options: Runn
         facts = {"reason": f"no family of ours is {described.architecture}", "lacks": LACKS}
         log.warning("transformers computes, slower than the runners of families", extra=facts)
     return described
-
-
-def _pooling_of(folder: Path) -> Pooling:
-    """Return the pooling that a file in sentence-transformers' format names, or `mean`."""
-    path = folder / POOLING_FILE
-    config = read_object(path) if path.is_file() else {}
-    for name in _POOLINGS:
-        if not isinstance(config.get(name), bool | None):
-            raise ConfigError(f"{path}: {name} is {str(config[name])[:100]!r} but must be true or false")
-    return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
 
 
 def _is_embedder(found: FoundModel) -> bool:

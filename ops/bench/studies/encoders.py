@@ -3,7 +3,9 @@
 FOLDER has the files of a model that embeds texts, such as all-MiniLM-L6-v2. PYTHON is an interpreter that has
 sentence-transformers. Each contestant is a process that stays loaded and sleeps while another one has its turn. The
 texts are words of the model's vocabulary, drawn with a fixed seed. Vectors are compared with those of
-sentence-transformers in float32. Writes results/encoders.md.
+sentence-transformers in float32. Writes results/encoders.md. `--contestants` names some of them; those of ONNX Runtime,
+OpenVINO and llama.cpp (encoder_peers.py) run only if they are named. encoder_doors.py measures HTTP, batch files and
+passages.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from random import Random
 from typing import Any
 
 from bench.machine import describe
+from bench.studies.encoder_peers import FURTHER
 
 RESULTS = Path(__file__).parents[1] / "results" / "encoders.md"
 MAX_TOKENS = 256
@@ -33,6 +36,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "penstock, runner torch, float32": {"runner": "torch", "dtype": "float32"},
 }
 PEERS: Mapping[str, str] = {"sentence-transformers, float32": "float32", "sentence-transformers, bfloat16": "bfloat16"}
+CROSS_ENCODER = "sentence-transformers, CrossEncoder"
 REFERENCE = "sentence-transformers, float32"
 
 
@@ -46,7 +50,7 @@ def texts_of(folder: Path, count: int, fewest: int, most: int, seed: int) -> lis
 
 def serve(name: str, folder: Path, num_threads: int, given: Path) -> None:
     """Answer lines of requests: embed the texts of a file, write the vectors, and say how long it took."""
-    embed = _peer(name, folder, num_threads) if name in PEERS else _own(name, folder, num_threads)
+    embed = _contestant(name, folder, num_threads)
     print("ready", flush=True)
     for line in sys.stdin:
         texts = json.loads((given / line.strip()).read_text())
@@ -55,6 +59,24 @@ def serve(name: str, folder: Path, num_threads: int, given: Path) -> None:
         took_s = time.perf_counter() - began_s
         rows.astype("<f4").tofile(given / "vectors")
         print(took_s, flush=True)
+
+
+def _contestant(name: str, folder: Path, num_threads: int) -> Callable[[list[Any]], Any]:
+    if name in OURS:
+        return _own(name, folder, num_threads)
+    if name in FURTHER:
+        return FURTHER[name](folder, num_threads)
+    return _cross_encoder(folder, num_threads) if name == CROSS_ENCODER else _peer(name, folder, num_threads)
+
+
+def _cross_encoder(folder: Path, num_threads: int) -> Callable[[list[list[str]]], Any]:
+    """Return what scores pairs of texts."""
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    torch.set_num_threads(num_threads)
+    model = CrossEncoder(str(folder), device="cpu", max_length=512)
+    return lambda pairs: model.predict([tuple(pair) for pair in pairs], batch_size=BATCH)
 
 
 def _own(name: str, folder: Path, num_threads: int) -> Callable[[list[str]], Any]:
@@ -133,9 +155,11 @@ def measure(folder: Path, options: argparse.Namespace, given: Path) -> dict[str,
         texts = texts_of(folder, options.texts, 20, MAX_TOKENS - 2, 1 + turn)
         (given / f"turn{turn}").write_text(json.dumps(texts))
         num_tokens.append(sum(min(MAX_TOKENS, len(one.ids)) for one in counter.encode_batch(texts)))
-    names = [*PEERS, *OURS]
+    names = options.contestants or [*PEERS, *OURS]
+    # The others are compared with it.
+    names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     contestants = {
-        name: Contestant(name, peer if name in PEERS else sys.executable, folder, num_threads, given) for name in names
+        name: Contestant(name, sys.executable if name in OURS else peer, folder, num_threads, given) for name in names
     }
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     try:
@@ -161,7 +185,7 @@ def measure(folder: Path, options: argparse.Namespace, given: Path) -> dict[str,
 def page_of(measured: Mapping[str, Any]) -> str:
     """Return the page of the results."""
     found = measured["contestants"]
-    best = max(found[name]["median"] for name in PEERS)
+    best = max(one["median"] for name, one in found.items() if name in PEERS)
     lines = [
         "# An encoder beside sentence-transformers",
         "",
@@ -185,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.studies.encoders", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--peer", default=sys.executable)
+    parser.add_argument("--contestants", nargs="*", choices=[*PEERS, *OURS, *FURTHER], help="default: the first five")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--texts", type=int, default=1000, help="texts of a turn")

@@ -148,7 +148,7 @@ class Embed(TextTask):
     - `dimensions`: keep only the first dimensions of the vector and normalize it again.
     - `prompt_name`: put the model's prompt of this name before each text. None: the model's default prompt, or none.
     - `normalize`: whether vectors have length 1. None: as the model's files say. Those of a decoder always do.
-    - `input_type`: what the text is embedded for. An encoder puts its prompt for that before the text, if it has one.
+    - `input_type`: what the text is embedded for. A model puts its prompt for that before the text, if it has one.
     """
 
     kind: Literal["embed"] = "embed"

@@ -26,8 +26,10 @@ class NodeProcess(ChildProcess):
         differs: bool = False,
         dies: str = "",
         tokenizer_hangs: bool = False,
+        share: float | None = None,
         **settings: Any,
     ) -> None:
+        """share: what background work gets beside foreground work of other reference nodes; None: it does not wait."""
         if "model" in settings and "reserved_cores" not in settings:
             settings = {"num_threads": 1, **settings}
         command = ["penstock", "node"] if "model" in settings else [REFERENCE_NODE]
@@ -37,5 +39,6 @@ class NodeProcess(ChildProcess):
         env |= {"REFERENCE_TOKENIZER_HANGS": "1"} if tokenizer_hangs else {}
         env |= {"REFERENCE_ERROR_SHARE": str(error_share)} if error_share else {}
         env |= {"REFERENCE_DIFFERS": "1"} if differs else {}
+        env |= {} if share is None else {"REFERENCE_SHARE": str(share)}
         self.imports = ("penstock.gpu_node.model.loading.load",) if "model" in settings else ()
         super().__init__(command, env, dies=dies)

@@ -25,6 +25,7 @@ from penstock.contract.tasks import Embed
 from penstock.contract.tool_formats import NO_CALLS
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.output import EndReason
+from penstock.gpu_node.engine.text.prompts import NO_PROMPTS
 from penstock.gpu_node.engine.timings import STEP_SECONDS
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
 from penstock.runtime.histogram import Histogram
@@ -80,6 +81,7 @@ class ReferenceTokenizer:
 
     max_token_bytes = 1
     tool_format = NO_CALLS
+    embedding_prompts = NO_PROMPTS
     reasoning_parser = "none"
     thinking_switches: tuple[str, ...] = ()
     takes_effort = False

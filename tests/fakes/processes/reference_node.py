@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from reference_engine import BulkEngine, DifferingEngine, FailingEngine, ReferenceEngine, ReferenceTokenizer
 
+from penstock.gpu_node.engine.shared_cores import SharedCores
 from penstock.gpu_node.process import serve_engine
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime import event_loop
@@ -31,7 +32,8 @@ class HangingTokenizer(ReferenceTokenizer):
 async def main() -> None:
     """Serve until a signal. `REFERENCE_STEP_S`: seconds per step; `REFERENCE_TOKENIZER_HANGS`: use HangingTokenizer;
     `REFERENCE_TOKENS_PER_STEP`: use a BulkEngine; `REFERENCE_ERROR_SHARE`: use a FailingEngine;
-    `REFERENCE_DIFFERS`: use a DifferingEngine.
+    `REFERENCE_DIFFERS`: use a DifferingEngine; `REFERENCE_SHARE`: let background work wait for other nodes of the
+    runtime folder, but for this share.
     """
     settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, model="reference")
     step_s = float(os.environ.get("REFERENCE_STEP_S", "0"))
@@ -44,7 +46,8 @@ async def main() -> None:
         engine = DifferingEngine(**options)
     if os.environ.get("REFERENCE_TOKENIZER_HANGS"):
         engine.tokenizer = HangingTokenizer()
-    await serve_engine(settings, engine)
+    share = os.environ.get("REFERENCE_SHARE")
+    await serve_engine(settings, engine, gate=None if share is None else SharedCores.join(float(share)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import httpx
 from faults.tools.backlog_entries import Requests
@@ -27,7 +27,7 @@ from redis.exceptions import RedisError
 from penstock.queue.files.batch import OPEN_STATES
 
 F = "penstock:{.files}"
-ENDPOINT, _MESSAGES = "/v1/completions", "/v1/messages/batches"
+_MESSAGES = "/v1/messages/batches"
 _PATIENCE_S = 90.0
 _PAUSE_S = 0.25
 _SHOWN = 3
@@ -109,18 +109,29 @@ class Entry(Protocol):
 class OpenAIEntry:
     """`/v1/files` and `/v1/batches`."""
 
+    endpoint: ClassVar[str] = "/v1/completions"
     requests: Requests
 
+    def body_of(self, index: int) -> dict[str, Any]:
+        """Return the body of a row."""
+        return {"model": self.requests.pool, "prompt": self.requests.prompt(index), **self.requests.sampling}
+
+    def line_of(self, row: dict[str, Any]) -> Line:
+        """Return a row of a result as its reader sees it."""
+        if row["error"] is not None:
+            return Line(row["custom_id"], None)
+        body = row["response"]["body"]
+        return Line(row["custom_id"], body["choices"][0]["text"], body["usage"]["completion_tokens"])
+
     def _row(self, index: int) -> dict[str, Any]:
-        body = {"model": self.requests.pool, "prompt": self.requests.prompt(index), **self.requests.sampling}
-        return {"custom_id": f"row-{index}", "method": "POST", "url": ENDPOINT, "body": body}
+        return {"custom_id": f"row-{index}", "method": "POST", "url": self.endpoint, "body": self.body_of(index)}
 
     async def create(self, api: Api) -> str:
         """Upload the rows, and make the batch."""
         content = "".join(json.dumps(self._row(index)) + "\n" for index in range(self.requests.number)).encode()
         form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("rows.jsonl", content)}}
         file = await api("POST", "/v1/files", headers={"Idempotency-Key": "file"}, **form)
-        body = {"input_file_id": file.json()["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+        body = {"input_file_id": file.json()["id"], "endpoint": self.endpoint, "completion_window": "24h"}
         made = await api("POST", "/v1/batches", json=body, headers={"Idempotency-Key": "batch"})
         return str(made.json()["id"])
 
@@ -133,7 +144,7 @@ class OpenAIEntry:
         for name in ("output_file_id", "error_file_id"):
             if (file_id := batch[name]) is not None:
                 content = await api("GET", f"/v1/files/{file_id}/content")
-                lines += [_line_of(json.loads(line)) for line in content.text.splitlines()]
+                lines += [self.line_of(json.loads(line)) for line in content.text.splitlines()]
         return Ended(batch["status"], batch["request_counts"], lines, batch["usage"]["output_tokens"])
 
     def kill(self) -> str:
@@ -173,7 +184,7 @@ class CommandEntry(OpenAIEntry):
         lines: list[Line] = []
         for name in ("out.jsonl", "out.jsonl.errors.jsonl"):
             if (path := self.folder / name).exists():
-                lines += [_line_of(json.loads(line)) for line in path.read_text().splitlines()]
+                lines += [self.line_of(json.loads(line)) for line in path.read_text().splitlines()]
         shutil.rmtree(self.folder)
         return Ended(batch["status"], batch["request_counts"], lines, batch["usage"]["output_tokens"])
 
@@ -232,13 +243,6 @@ class MessagesEntry(OpenAIEntry):
             text = "".join(part["text"] for part in message["content"])
             lines.append(Line(one["custom_id"], text, message["usage"]["output_tokens"]))
         return Ended("ended", batch["request_counts"], lines)
-
-
-def _line_of(row: dict[str, Any]) -> Line:
-    if row["error"] is not None:
-        return Line(row["custom_id"], None)
-    body = row["response"]["body"]
-    return Line(row["custom_id"], body["choices"][0]["text"], body["usage"]["completion_tokens"])
 
 
 def problems_of(requests: Requests, ended: Ended) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from fixtures.random_adapters import make_adapter, merge
 from fixtures.random_llama import make_llama
 from numpy.typing import NDArray
 
-from penstock.contract.errors import JobFailedError, PromptTooLongError, RequestError
+from penstock.contract.errors import ConfigError, JobFailedError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import WHOLE_CONTEXT, Embed, Embedding, Pooling
 from penstock.gpu_node.engine import Engine, StepOutput
@@ -213,6 +214,68 @@ def test_the_models_files_name_the_default_pooling(model_copy: Path, make_engine
     engine = make_engine(model=str(model_copy))
     assert engine.embed([[1, 2, 3]]) == engine.embed([[1, 2, 3]], pooling="last")
     assert engine.embed([[1, 2, 3]]) != engine.embed([[1, 2, 3]], pooling="mean")
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "said"),
+    [
+        ("Pooling", {"pooling_mode": "lasttoken"}, None),
+        ("Pooling", {"pooling_mode_max_tokens": True}, "pooling max is not supported for a model that generates text"),
+        ("Pooling", {"pooling_mode": "median"}, "pooling_mode 'median' is not one of"),
+        ("Dense", {}, "module Dense is not supported for a model that generates text"),
+    ],
+)
+def test_a_list_of_modules_names_the_pooling(
+    model_copy: Path, make_engine: Callable[..., Engine], modules: str, pooling: dict[str, Any], said: str | None
+) -> None:
+    listed = [{"idx": 1, "path": f"2_{modules}", "type": f"sentence_transformers.models.{modules}"}]
+    (model_copy / "modules.json").write_text(json.dumps(listed))
+    (model_copy / f"2_{modules}").mkdir()
+    (model_copy / f"2_{modules}" / "config.json").write_text(json.dumps(pooling))
+    if said is not None:
+        with pytest.raises(ConfigError, match=said):
+            make_engine(model=str(model_copy))
+        return
+    engine = make_engine(model=str(model_copy))
+    assert engine.embed([[1, 2, 3]]) == engine.embed([[1, 2, 3]], pooling="last")
+
+
+def test_the_models_prompts_stand_before_texts(model_copy: Path, make_engine: Callable[..., Engine]) -> None:
+    settings = {"prompts": {"query": "find: ", "document": ""}, "default_prompt_name": None}
+    path = model_copy / "config_sentence_transformers.json"
+    path.write_text(json.dumps(settings))
+    engine = make_engine(model=str(model_copy))
+    plain = engine.embed(["find: the gate", "the gate"])
+    assert engine.embed(["the gate"], prompt_name="query") == plain[:1]
+    assert engine.embed(["the gate"], prompt_name="document") == engine.embed(["the gate"]) == plain[1:]
+    assert engine.embed([[1, 2, 3]], prompt_name="query") == engine.embed([[1, 2, 3]])
+    with pytest.raises(RequestError, match="prompt_name is 'poem', but this model's prompts are: query, document"):
+        engine.embed(["the gate"], prompt_name="poem")
+    path.write_text(json.dumps(settings | {"default_prompt_name": "query"}))
+    assert make_engine(model=str(model_copy)).embed(["the gate"]) == plain[:1]
+
+
+def test_an_embedder_reads_the_token_that_its_tokenizer_puts_behind_a_text(
+    model: Any, model_copy: Path, make_engine: Callable[..., Engine]
+) -> None:
+    """As Qwen3-Embedding: the last token is that of the end, and vectors have length 1."""
+    tokenizer = json.loads((model_copy / "tokenizer.json").read_text())
+    end = tokenizer["added_tokens"][0]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end["content"], "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {end["content"]: {"id": end["content"], "ids": [end["id"]], "tokens": [end["content"]]}},
+    }
+    (model_copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model_copy / "1_Pooling").mkdir()
+    (model_copy / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    engine = make_engine(model=str(model_copy), **TORCH)
+    texts: list[Prompt] = ["the gate", "the turbine"]
+    for text, found in zip(texts, engine.embed(texts), strict=True):
+        token_ids = [*engine.tokenizer.encode(str(text), framed=False), end["id"]]
+        assert engine.tokenizer.encode(str(text)) == token_ids
+        assert _distance(found, _wanted(model, token_ids, "last")) < 1e-5
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

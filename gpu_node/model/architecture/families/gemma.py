@@ -5,6 +5,7 @@ Gemma 2 caps scores and logits. Gemma 3 norms queries and keys instead, and has 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.contract.errors import ConfigError
@@ -22,7 +23,7 @@ from penstock.gpu_node.model.architecture.hf_config import (
     rope_of,
     windows_of_kinds,
 )
-from penstock.gpu_node.model.architecture.spec import Family, LayerSpec, ModelSpec
+from penstock.gpu_node.model.architecture.spec import EncoderParts, Family, LayerSpec, ModelSpec
 
 _DEFAULT_SCORE_CAP = 50.0
 _DEFAULT_LOGIT_CAP = 30.0
@@ -61,6 +62,16 @@ def _gemma2(config: Config) -> ModelSpec:
         layers_of(config, windows_of_kinds(config, period=2), layer),
         logit_cap=config.get("final_logit_softcapping", _DEFAULT_LOGIT_CAP),
     )
+
+
+def embedding_gemma_spec(config: Config) -> ModelSpec:
+    """Return the spec of EmbeddingGemma: Gemma 3 whose tokens see later ones too, in most layers half a window away."""
+    config = {**config, "use_bidirectional_attention": False}
+    if (window := config.get("sliding_window")) is not None:
+        # Half of it on each side, and the token itself.
+        config["sliding_window"] = window // 2 + 1
+    spec = _gemma3(config)
+    return replace(spec, encoder=EncoderParts(embedding_norm=None, has_final_norm=True), tied_head=True, head="")
 
 
 def _gemma3(config: Config) -> ModelSpec:

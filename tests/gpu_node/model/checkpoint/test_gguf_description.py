@@ -370,7 +370,7 @@ def test_a_vocabulary_that_makes_no_tokenizer_is_refused(model: str, facts: dict
     [
         (
             {"architecture": "rwkv7"},
-            "architecture rwkv7 is not supported in GGUF; supported: cohere2, falcon-h1, gemma2, ",
+            "architecture rwkv7 is not supported in GGUF; supported: bert, cohere2, falcon-h1, gemma-embedding, ",
         ),
         ({"architecture": "gemma4"}, "gemma4.attention.sliding_window_pattern is missing"),
         ({"architecture": "gpt2"}, "gpt2.attention.layer_norm_epsilon of the metadata is None but must be a number"),

@@ -27,9 +27,19 @@ from penstock.kernels.cpu.probe import Isa
 
 FAMILIES = (
     *("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "electra", "distilbert"),
-    *("modernbert", "nomic_bert", "gte", "eurobert"),
+    *("modernbert", "nomic_bert", "gte", "eurobert", "gemma3_text"),
 )
-WINDOWS = {"modernbert": {"local_attention": 16, "layer_types": ["full_attention", "sliding_attention"]}}
+_KINDS = ["full_attention", "sliding_attention"]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "modernbert": {"local_attention": 16, "layer_types": _KINDS},
+    "gemma3_text": {
+        "use_bidirectional_attention": True,
+        "sliding_window": 16,
+        "layer_types": _KINDS,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 16,
+    },
+}
 """A window that texts exceed on both sides."""
 TEXTS = [[7 + (at * 5 + length) % 40 for at in range(length)] for length in (12, 1, 30, 60, 16, 17)]
 MAX_ERROR = 0.02
@@ -86,7 +96,7 @@ def test_vectors_are_those_of_the_module_alone(model_type: str, tmp_path: Path, 
     assert error_of(load(tmp_path).embed(TEXTS), means_of(module)) < MAX_ERROR
 
 
-@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "gemma3_text"])
 def test_int8_is_near_the_module(model_type: str, tmp_path: Path, load: Load) -> None:
     module = written(tmp_path, model_type)
     engine = load(tmp_path, quantization="int8")
@@ -126,7 +136,7 @@ def test_labels_of_tokens_are_those_of_the_module(
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "gemma3_text"])
 def test_a_text_has_the_same_bits_alone_and_in_any_batch(
     model_type: str, quantization: str, tmp_path: Path, load: Load
 ) -> None:
@@ -139,6 +149,15 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(
     assert np.array_equal(together, np.tile(alone, (len(many) // len(TEXTS), 1)))
     for num_threads in (2, 3):
         assert np.array_equal(load(tmp_path, quantization=quantization, num_threads=num_threads).embed(many), together)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "gemma3_text"])
+def test_scores_have_the_same_bits_alone_and_in_any_batch(model_type: str, tmp_path: Path, load: Load) -> None:
+    written(tmp_path, model_type, "ForSequenceClassification", num_labels=3)
+    engine = load(tmp_path)
+    together = engine.classify(TEXTS * 7, raw=True)
+    alone = np.concatenate([engine.classify([text], raw=True) for text in TEXTS])
+    assert np.array_equal(together, np.tile(alone, (7, 1)))
 
 
 def test_types_of_tokens_count(tmp_path: Path, runner_of: Callable[[Path], TextRunner]) -> None:
