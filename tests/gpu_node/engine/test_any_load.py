@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.gpu_node.engine.kv_cache.windows import WindowCache
 from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens, in_turns
 from penstock.gpu_node.engine.sequence import Sequence, block_hash
 from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, NO_WINDOWS, StepPlan, WindowSizes
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 picks = st.integers(0, 1000)
@@ -77,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache, self.slots = LabelledCache(), LabelledSlots()
+        self.windows = LabelledCache()
         self.guides: dict[Sequence, UncertainGuide] = {}
         self.searches: list[Beams] = []
         self.texts: dict[Sequence, list[int]] = {}
@@ -95,6 +97,9 @@ class EngineMachine(RuleBasedStateMachine):
         in_turns=st.booleans(),
         max_in_flight=st.integers(1, 2),
         num_slots=st.sampled_from((12, 12, 0, 13, 18)),
+        window=st.sampled_from((0, 0, 1, 3, 6, 11)),
+        alignment=st.sampled_from((1, 4, 8)),
+        spare_windows=st.integers(0, 12),
     )
     def start(
         self,
@@ -108,7 +113,16 @@ class EngineMachine(RuleBasedStateMachine):
         in_turns: bool,
         max_in_flight: int,
         num_slots: int,
+        window: int = 0,
+        alignment: int = 1,
+        spare_windows: int = 0,
     ) -> None:
+        windows = NO_WINDOWS
+        if window:
+            least = WindowCache(WindowSizes(1, 1, window, alignment), BLOCK_SIZE).blocks_of_window + 2
+            windows = WindowSizes(least + spare_windows, 1, window, alignment)
+        self.has_windows = window > 0
+        self.windows = LabelledCache(windows)
         self.budget, self.max_in_flight = budget, max_in_flight
         self.whim.takes_turns = in_turns
         self.scheduler, self.memory = new_scheduler(
@@ -121,7 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             policy=None if in_order else self.whim,
             num_slots=num_slots,
+            windows=windows,
         )
+        self.num_windows = (windows.num_blocks - least + 1) if window else 0
         self.has_states = num_slots > 0
         self.num_blocks, self.room = num_blocks, (num_blocks + num_host_blocks) * BLOCK_SIZE
 
@@ -154,6 +170,8 @@ class EngineMachine(RuleBasedStateMachine):
     def search(self, num_prompt: int, num_output: int, width: int) -> None:
         """Add a beam search whose beams fit even if they share no output."""
         num_output = min(num_output, (self.num_blocks - num_prompt // BLOCK_SIZE) // width * BLOCK_SIZE - 3)
+        if self.has_windows:
+            num_output = min(num_output, (self.num_windows // width - 1) * BLOCK_SIZE)
         if num_output < 1:
             return
         name, self.num_added = str(self.num_added), self.num_added + 1
@@ -191,6 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         plan = check_plan(self.scheduler, step, self.budget)
         assert (plan.states is not None) == self.has_states
+        assert (plan.windows is not None) == self.has_windows
         if not self.flights:
             self._run(step, plan)
         self.flights.append((step, plan))
@@ -211,6 +230,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.cache.run(self.scheduler, step, plan)
         if self.has_states:
             self.slots.run(self.scheduler, step, plan)
+        if self.has_windows:
+            self.windows.run(self.scheduler, step, plan)
 
     @precondition(lambda self: self.texts)
     @rule(num_steps=st.integers(1, 3), is_late=st.booleans())
@@ -248,6 +269,8 @@ class EngineMachine(RuleBasedStateMachine):
         for flight in self.flights:
             if has_begun:
                 self.cache.fail(*flight, for_memory=for_memory)
+            if has_begun and self.has_windows:
+                self.windows.fail(*flight, for_memory=for_memory)
             if has_begun and self.has_states:
                 self.slots.fail(flight[1])
         if not has_begun:
@@ -348,6 +371,8 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.flights and not self.texts:
                 break
         assert not self.texts and self.memory.num_held == 0
+        if (windows := self.memory.windows) is not None:
+            assert windows.pool.num_free == windows.pool.num_total
         if (states := self.memory.states) is not None:
             assert states.num_free == states.num_slots
             self.seen["snapshot hit"] += states.num_hits
