@@ -23,6 +23,10 @@ class WindowSizes:
         """Bytes of all blocks, without the null block."""
         return self.num_blocks * self.block_bytes
 
+    def most_held(self, block_size: int) -> int:
+        """Return the most blocks that a sequence holds while it computes one token a step."""
+        return -(-(self.window + max(self.alignment, block_size) - 1) // block_size)
+
 
 NO_WINDOWS = WindowSizes()
 """Those of a runner that keeps all layers in the same blocks."""

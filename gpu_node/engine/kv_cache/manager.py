@@ -75,6 +75,12 @@ class KvCacheManager:
         """Blocks of both tiers that sequences hold."""
         return sum(pool.num_total - pool.num_free for pool in (self.device, self.host))
 
+    def window_tokens(self, block_size: int) -> tuple[int, int] | None:
+        """Return the tokens of all blocks of windows, and those of one sequence's window; None without such blocks."""
+        if (windows := self.windows) is None:
+            return None
+        return windows.pool.num_total * block_size, windows.blocks_of_window * block_size
+
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks, on either tier, of the longest cached prefix of a hash chain. Adds no reference."""
         blocks: list[int] = []

@@ -46,15 +46,12 @@ class WindowCache:
         self.block_bytes = sizes.block_bytes
         self.missed_tokens = 0
         """Tokens of sequences that started which had cached blocks in the other layers, but no window at their end."""
+        self.blocks_of_window = sizes.most_held(block_size)
+        """The most blocks that a sequence holds while it computes one token a step."""
         self._window, self._block_size = sizes.window, block_size
         self._alignment = max(sizes.alignment, block_size)
         self._copies: list[tuple[int, int]] = []
         self._numbers = itertools.count()
-
-    @property
-    def blocks_of_window(self) -> int:
-        """The most blocks that a sequence holds while it computes one token a step."""
-        return -(-(self._window + self._alignment - 1) // self._block_size)
 
     def first_block(self, num_tokens: int) -> int:
         """Return the index of the first block that any token after `num_tokens` others reads."""

@@ -30,6 +30,7 @@ picks = st.integers(0, 1000)
 COMMON_EVENTS = ("swap", "resume", "out", "in", "fork", "shared", "ahead", "awaited")
 RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state", "eviction", "late")
 STATE_EVENTS = ("snapshot hit", "save", "other slot", "beams")
+WINDOW_EVENTS = ("window hit", "window missed", "behind window", "window copy")
 """Few random examples may miss these."""
 
 
@@ -224,6 +225,11 @@ class EngineMachine(RuleBasedStateMachine):
         if plan.states is not None:
             self.seen["save"] += len(plan.states.saves)
             self.seen["other slot"] += int(((plan.states.reads != plan.states.writes) & (step.starts > 0)).sum())
+        if plan.windows is not None:
+            hits = [0 < start == seq.cached_tokens for seq, start in zip(step.seqs, step.starts.tolist(), strict=True)]
+            self.seen["window hit"] += sum(hits)
+            self.seen["behind window"] += int((plan.windows.block_tables[:, 0] == 0).sum())
+            self.seen["window copy"] += len(plan.windows.copies)
         self.seen["in place"] += not all(self.memory.is_on_device(block) for seq in step.seqs for block in seq.blocks)
 
     def _run(self, step: Step, plan: StepPlan) -> None:
@@ -373,6 +379,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.texts and self.memory.num_held == 0
         if (windows := self.memory.windows) is not None:
             assert windows.pool.num_free == windows.pool.num_total
+            self.seen["window missed"] += windows.missed_tokens
+            self.seen["window eviction"] += windows.pool.num_evictions
         if (states := self.memory.states) is not None:
             assert states.num_free == states.num_slots
             self.seen["snapshot hit"] += states.num_hits
@@ -390,7 +398,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
 @pytest.mark.timeout(3600 if FULL else 300)
 def test_any_load_is_served_in_full_and_every_sequence_reads_its_own_blocks() -> None:
     examples, steps = (2500, 50) if FULL else (60, 40)
-    events = (*COMMON_EVENTS, *STATE_EVENTS, *(RARE_EVENTS if FULL else ()))
+    events = (*COMMON_EVENTS, *STATE_EVENTS, *WINDOW_EVENTS, *(RARE_EVENTS if FULL else ()))
     for _ in range(4):  # the random examples of one turn may miss an event
         stateful.run_state_machine_as_test(
             EngineMachine,
