@@ -197,13 +197,18 @@ class Preemptor:
     def widen(self, seq: Sequence, end: int) -> int:
         """Give a running sequence the blocks of its window up to `end` tokens. Return how many tokens they reach.
 
-        While too few are free, sequences are preempted, at last itself. One that runs alone gets what is free.
+        While too few are free, sequences are preempted, at last itself. One that runs alone gets what is free, and so
+        do the beams of a search that runs alone.
         """
-        beside, row, target = self._batch.beside, seq.row, np.array([end])
-        while len(self._batch.seqs) > 1 and beside.lacking(np.array([row]), target)[0] > beside.num_free:
+        beside, row, target = self._batch.beside, np.array([seq.row]), np.array([end])
+        while beside.lacking(row, target)[0] > beside.num_free and self._has_others(seq):
             if self.preempt_next() is seq or seq.row < 0:
                 return 0
         return beside.grow(seq, end)
+
+    def _has_others(self, seq: Sequence) -> bool:
+        """Return whether a sequence runs that is no beam of the same search."""
+        return any(one is not seq and (seq.beams is None or one.beams is not seq.beams) for one in self._batch.seqs)
 
     def start_over(self, seq: Sequence) -> None:
         """Requeue a sequence, if it runs, for recomputation. Uncache its blocks that no other sequence holds."""

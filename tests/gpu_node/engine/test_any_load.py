@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_node.engine.kv_cache.windows import WindowCache
 from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens, in_turns
 from penstock.gpu_node.engine.sequence import Sequence, block_hash
 from penstock.gpu_node.engine.steps import Step
@@ -100,7 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from((12, 12, 0, 13, 18)),
         window=st.sampled_from((0, 0, 1, 3, 6, 11)),
         alignment=st.sampled_from((1, 4, 8)),
-        spare_windows=st.integers(0, 12),
+        spare_windows=st.integers(0, 16),
     )
     def start(
         self,
@@ -120,8 +119,8 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         windows = NO_WINDOWS
         if window:
-            least = WindowCache(WindowSizes(1, 1, window, alignment), BLOCK_SIZE).blocks_of_window + 2
-            windows = WindowSizes(least + spare_windows, 1, window, alignment)
+            self.window_each = WindowSizes(1, 1, window, alignment).most_held(BLOCK_SIZE) + 1
+            windows = WindowSizes(self.window_each + spare_windows, 1, window, alignment)
         self.has_windows = window > 0
         self.windows = LabelledCache(windows)
         self.budget, self.max_in_flight = budget, max_in_flight
@@ -138,7 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_slots=num_slots,
             windows=windows,
         )
-        self.num_windows = (windows.num_blocks - least + 1) if window else 0
+        self.num_windows = windows.num_blocks
         self.has_states = num_slots > 0
         self.num_blocks, self.room = num_blocks, (num_blocks + num_host_blocks) * BLOCK_SIZE
 
@@ -171,8 +170,8 @@ class EngineMachine(RuleBasedStateMachine):
     def search(self, num_prompt: int, num_output: int, width: int) -> None:
         """Add a beam search whose beams fit even if they share no output."""
         num_output = min(num_output, (self.num_blocks - num_prompt // BLOCK_SIZE) // width * BLOCK_SIZE - 3)
-        if self.has_windows:
-            num_output = min(num_output, (self.num_windows // width - 1) * BLOCK_SIZE)
+        if self.has_windows and width * self.window_each > self.num_windows:
+            num_output = min(num_output, ((self.num_windows - self.window_each) // width - 1) * BLOCK_SIZE)
         if num_output < 1:
             return
         name, self.num_added = str(self.num_added), self.num_added + 1
