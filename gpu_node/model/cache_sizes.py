@@ -50,11 +50,6 @@ class CacheSizes:
         """The number of blocks, the null block included."""
         return 1 + self.num_device_blocks + self.num_host_blocks
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all blocks, without the null blocks."""
-        return (self.num_blocks - 1) * self.block_bytes + self.windows.num_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:

@@ -77,7 +77,8 @@ def test_the_plan_divides_the_memory_as_the_native_runner_does(tmp_path: Path) -
     plan = planned(str(folder), Devices("cpu", 1, None, GIB), [(1, 1, 1), (2, 1, 1)], **NATIVE | options)
     sizes, (fit, ranks) = runner.cache_sizes, plan.shapes
     assert (fit.kv_tokens, fit.window_bytes) == (sizes.num_device_blocks * 16, sizes.windows.num_bytes)
-    assert fit.kv_bytes == sizes.num_bytes <= 0.002 * GIB and sizes.windows.num_blocks == 3 * 7 + 4
+    assert fit.kv_bytes == sizes.num_device_blocks * sizes.block_bytes + sizes.windows.num_bytes <= 0.002 * GIB
+    assert sizes.windows.num_blocks == 3 * 7 + 4
     assert plan.window == 32 and fit.kv_tokens > 0.002 * GIB / plan.kv_token_bytes
     assert not ranks.window_bytes
 
