@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import state_bytes
-from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.library import AdapterLibrary
@@ -35,10 +35,10 @@ from penstock.gpu_node.model.native.shapes import (
     KV_FORMATS,
     PAGE_TOKENS,
     NativeUnavailableError,
+    cache_sizes_of,
     check_sizes,
     shapes_of,
     token_bytes_of,
-    windowed_tokens_of,
 )
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
@@ -76,16 +76,12 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     check_isa(options)
     isa, library = kernels_for(options.cpu_isa, progress)
     spec, kv_format = described.spec, KV_FORMATS[options.kv_cache_dtype]
-    token_bytes, windowed = token_bytes_of(spec, options.kv_cache_dtype, RankPlace()), windowed_tokens_of(spec, options)
-    sizes = cache_sizes(described.max_model_len, options, token_bytes, windowed)
+    sizes = cache_sizes_of(described, options)
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:
         check_size(place.size, spec, threads)
-    windows = sizes.windows
-    shapes = shapes_of(
-        described, options, sizes.num_blocks, kv_format, place, windows.num_blocks and windows.num_blocks + 1
-    )
+    shapes = shapes_of(described, options, sizes.num_blocks, kv_format, place, sizes.windows)
     model, placement = new_model(library, shapes, place, threads)
     quantization, rotated = options.quantization, bool(shapes.spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
@@ -109,8 +105,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         log.warning("the KV cache is int8: fp8 needs a GPU", extra={"arithmetic": arithmetic})
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    if windows.num_blocks:
-        facts |= {"num_window_blocks": windows.num_blocks, "window": windows.window}
+    facts["num_window_blocks"] = sizes.windows.num_blocks
     log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
     ranks = None

@@ -8,10 +8,11 @@ from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
 from penstock.gpu_node.model.architecture.windows import largest_window, windowed_layers
-from penstock.gpu_node.model.checkpoint.description import Description, state_slots_of
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
 from penstock.gpu_node.model.checkpoint.window_blocks import WindowedTokens
 from penstock.gpu_node.model.native.ranks import RankPlace
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import NO_WINDOWS, CacheSizes, WindowSizes
 from penstock.kernels.cpu.library import Activation
 from penstock.kernels.cpu.structs import PANEL, KvFormat, NativeLayer, NativeShapes, NativeSpec
 
@@ -121,6 +122,12 @@ def windowed_tokens_of(spec: ModelSpec, options: RunnerOptions) -> WindowedToken
     return WindowedTokens(token_bytes, largest_window(spec), CHUNK_TOKENS)
 
 
+def cache_sizes_of(described: Description, options: RunnerOptions) -> CacheSizes:
+    """Return the numbers and sizes of the KV blocks. Raises as `cache_sizes`."""
+    token_bytes = token_bytes_of(described.spec, options.kv_cache_dtype, RankPlace())
+    return cache_sizes(described.max_model_len, options, token_bytes, windowed_tokens_of(described.spec, options))
+
+
 _FACTORS = (
     *("attention_factor", "mixer_factor", "state_gate_factor"),
     *("duration_factor", "gate_factor", "mlp_factor"),
@@ -133,12 +140,9 @@ def shapes_of(
     num_blocks: int,
     kv_format: KvFormat,
     place: RankPlace,
-    num_window_blocks: int = 0,
+    windows: WindowSizes = NO_WINDOWS,
 ) -> NativeShapes:
-    """Return the shapes of a rank's model with a KV cache of some blocks.
-
-    num_window_blocks: those of layers with windows, the null block included; 0 if all layers have the same blocks.
-    """
+    """Return the shapes of a rank's model with a KV cache of some blocks. windows: those of layers with windows."""
     spec, encoder = described.spec, described.spec.encoder
     native = NativeSpec(
         num_layers=spec.num_layers,
@@ -163,14 +167,14 @@ def shapes_of(
         is_encoder=encoder is not None,
         has_final_norm=encoder is None or encoder.has_final_norm,
         has_embedding_norm=encoder is not None and encoder.embedding_norm is not None,
-        num_window_blocks=num_window_blocks,
+        num_window_blocks=windows.num_blocks and windows.num_blocks + 1,
     )
     if (inputs := spec.token_inputs) is not None:
         native.token_size = inputs.size
         native.token_scale, native.token_projection_scale = inputs.scale, inputs.projection_scale
     kinds = {layer: _native_layer(layer, spec) for layer in spec.kinds}
     layers = (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers))
-    for at in windowed_layers(spec) if num_window_blocks else ():
+    for at in windowed_layers(spec) if windows.num_blocks else ():
         layers[at].is_windowed = True
     return NativeShapes(native, layers)
 
