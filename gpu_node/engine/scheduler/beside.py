@@ -48,18 +48,22 @@ class BesideBlocks:
 
         It starts with the first `num_blocks` blocks of its text.
         """
-        if self._windows is None:
+        if (windows := self._windows) is None:
             return True
-        num_needed = self._windows.num_missing(seq, num_blocks, is_alone=is_alone)
-        return num_needed + (0 if is_alone else self._windows.num_promised()) <= self._windows.num_free + num_freed
+        if is_alone:
+            return windows.num_missing(seq, num_blocks, windows.blocks_alone) <= windows.num_free + num_freed
+        most = windows.blocks_of_sequence + windows.blocks_of_step
+        return windows.num_missing(seq, num_blocks, most) + windows.num_promised() <= windows.num_free + num_freed
 
     def num_missing(self, seq: Sequence, num_blocks: int) -> int:
         """Return how many blocks must be free for the windows of a waiting sequence, beside running ones."""
-        return 0 if self._windows is None else self._windows.num_missing(seq, num_blocks, is_alone=False)
+        windows = self._windows
+        return 0 if windows is None else windows.num_missing(seq, num_blocks, windows.blocks_of_sequence)
 
-    def num_promised(self) -> int:
-        """Return how many more blocks the windows of running sequences take."""
-        return 0 if self._windows is None else self._windows.num_promised()
+    def shortage(self) -> int:
+        """Return how many blocks the windows of running sequences and the tokens of a step lack; negative for none."""
+        windows = self._windows
+        return 0 if windows is None else windows.num_promised() + windows.blocks_of_step - windows.num_free
 
     @property
     def num_free(self) -> int:

@@ -225,7 +225,7 @@ class Admission:
         """
         batch, memory = self._batch, self._memory
         num_rows, num_blocks, held = -batch.table.num_unused, self._watermark, list[int]()
-        num_of_windows = batch.beside.num_promised() - batch.beside.num_free
+        num_of_windows = batch.beside.shortage()
         for seq in self._policy.startable(self._isolator.eligible(self._queues, batch.seqs)):
             if not seq.background:
                 own = batch.held_by(seq)

@@ -60,7 +60,12 @@ class SequenceWindows:
         self._cache = cache
         self._table = table
         self._block_size = block_size
-        self._blocks_of_step = -(-max_step_tokens // block_size)
+        self.blocks_of_step = -(-max_step_tokens // block_size)
+        """The most blocks that the tokens of a step fill."""
+        self.blocks_of_sequence = cache.blocks_of_window + 1
+        """The most blocks of a sequence, without those of a step's further tokens."""
+        self.blocks_alone = min(self.blocks_of_sequence, cache.pool.num_total)
+        """The most blocks with which a sequence that runs alone goes on, if only token by token."""
         num_rows, width = table.shape_of_tables
         self._tables = np.full((num_rows, width), NULL_BLOCK, dtype=np.int32)
         self._firsts, self._ends = np.zeros(num_rows, dtype=np.int32), np.zeros(num_rows, dtype=np.int32)
@@ -83,21 +88,15 @@ class SequenceWindows:
     @property
     def max_group(self) -> int:
         """The most choices of a request that may start together: each holds a block until the prompt is computed."""
-        return max(1, self._cache.pool.num_total - self._blocks_alone + 1)
+        return max(1, self._cache.pool.num_total - self.blocks_alone + 1)
 
-    @property
-    def _blocks_alone(self) -> int:
-        """The most blocks with which a sequence that runs alone goes on, if only token by token."""
-        return min(self._cache.blocks_of_window + 1, self._cache.pool.num_total)
-
-    def num_missing(self, seq: Sequence, num_blocks: int, *, is_alone: bool) -> int:
-        """Return how many blocks must be free for a waiting sequence.
+    def num_missing(self, seq: Sequence, num_blocks: int, most: int) -> int:
+        """Return how many blocks must be free for a waiting sequence that needs `most` blocks at most.
 
         It starts with the first `num_blocks` blocks of its text. Its forks hold a block each.
         """
         hits = self._starts_with(seq, num_blocks)
         num_needed = -(-len(seq.token_ids) // self._block_size) - (num_blocks - len(hits))
-        most = self._blocks_alone if is_alone else self._cache.blocks_of_window + 1 + self._blocks_of_step
         return max(0, min(num_needed, most) - len(hits)) + len(seq.forks) + self._cache.num_unheld(hits)
 
     def num_held(self, seq: Sequence) -> int:
@@ -109,7 +108,7 @@ class SequenceWindows:
         """Return how many more blocks the windows of running sequences take for the tokens that they have."""
         rows = [held.row for held in self._held.values() if held.row >= 0 and held.spare is None]
         lasts = -(-self._table.num_tokens[rows] // self._block_size)
-        steady = np.minimum(lasts - self._firsts[rows], self._cache.blocks_of_window + 1)
+        steady = np.minimum(lasts - self._firsts[rows], self.blocks_of_sequence)
         return int(np.maximum(steady - (self._ends[rows] - self._firsts[rows]), 0).sum())
 
     def lacking(self, rows: Rows, ends: Ints) -> Ints:
