@@ -103,9 +103,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     arithmetic = arithmetic_of(isa, formats, kv_format, rotated=rotated)
     if options.kv_cache_dtype == "fp8":
         log.warning("the KV cache is int8: fp8 needs a GPU", extra={"arithmetic": arithmetic})
-    facts = {"arithmetic": arithmetic, "num_threads": threads}
+    facts = {"arithmetic": arithmetic, "num_threads": threads, "num_window_blocks": sizes.windows.num_blocks}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    facts["num_window_blocks"] = sizes.windows.num_blocks
     log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
     ranks = None
