@@ -47,7 +47,7 @@ NODE_FLOORS = (
 )
 """Packages and modules of the node, lowest first. Each imports from its own floor and those below."""
 MODEL_FLOORS = (
-    {"protocol", "text_protocol", "options", "plan_records"},
+    {"cache_sizes", "protocol", "text_protocol", "options", "plan_records"},
     {"architecture", "ranks"},
     {"checkpoint"},
     {"lora", "torch_common"},

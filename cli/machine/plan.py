@@ -162,6 +162,12 @@ def lines_of(found: ModelPlan) -> Iterator[str]:
             f"states of recurrent layers {_size(found.state_bytes)} per sequence; {found.state_slots:,} slots, "
             f"{_size(found.state_slots * found.state_bytes)}, for {found.max_num_seqs:,} sequences and snapshots"
         )
+    if found.window:
+        of_window, of_text = found.window * found.window_token_bytes, found.kv_token_bytes - found.window_token_bytes
+        yield (
+            f"layers with windows keep {_size(found.window_token_bytes)} of this for the last {found.window:,} tokens, "
+            f"{_size(of_window)} per sequence; the other layers keep {_size(of_text)} of each token"
+        )
     yield ""
     yield f"  {'TP':>3} {'PP':>3} {'replicas':>8}  {'weights/rank':>12} {'KV cache/rank':>13} {'KV tokens/replica':>18}"
     for shape in found.shapes:

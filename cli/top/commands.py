@@ -117,6 +117,7 @@ def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> l
     parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
     parts += [Text(f"  {node.node_id}: {text}", "dim") for node in nodes if (text := _ranks(node))]
     parts += [Text(f"  {node.node_id}: {_states(node)}", "dim") for node in nodes if node.state_slots_total]
+    parts += [Text(f"  {node.node_id}: {_windows(node)}", "dim") for node in nodes if node.window_blocks_total]
     parts += [Text(f"  {node.node_id}: {_held_back(node)}", "dim") for node in nodes if node.num_held_back]
     below = Table.grid(padding=(0, 3))
     below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
@@ -216,6 +217,13 @@ def _states(node: NodeRow) -> str:
     slots = f"{held:,} of {_counted(node.state_slots_total, 'state slot')} held"
     snapshots = f"{_counted(node.state_snapshots, 'snapshot')}, {node.state_evictions:,} evicted"
     return f"{slots} · {snapshots} · {_counted(node.state_hits, 'hit')}"
+
+
+def _windows(node: NodeRow) -> str:
+    """Return how the blocks of layers with windows are used."""
+    held = node.window_blocks_total - node.window_blocks_free
+    blocks = f"{held:,} of {_counted(node.window_blocks_total, 'block')} of windows held"
+    return f"{blocks} · {node.window_blocks_cached:,} cached, {node.window_evictions:,} evicted"
 
 
 def _held_back(node: NodeRow) -> str:

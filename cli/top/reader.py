@@ -81,6 +81,11 @@ class NodeRow:
     state_snapshots: int = 0
     state_hits: int = 0
     state_evictions: int = 0
+    window_blocks_total: int = 0
+    """This and the next three are as in `NodePressure`."""
+    window_blocks_free: int = 0
+    window_blocks_cached: int = 0
+    window_evictions: int = 0
     prefix_hit_rate: float | None = None
     """Share of the prompt tokens of the last minute that the prefix cache had; None if no prompt began."""
     gpu_utilization: float | None = None
@@ -341,6 +346,10 @@ class TopReader:
             state_snapshots=pressure.state_snapshots,
             state_hits=pressure.state_hits,
             state_evictions=pressure.state_evictions,
+            window_blocks_total=pressure.window_blocks_total,
+            window_blocks_free=pressure.window_blocks_free,
+            window_blocks_cached=pressure.window_blocks_cached,
+            window_evictions=pressure.window_evictions,
             prefix_hit_rate=pressure.prefix_hit_rate,
             gpu_utilization=pressure.gpu_utilization,
             gpu_memory_used_bytes=pressure.gpu_memory_used_bytes,

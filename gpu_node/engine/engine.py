@@ -99,6 +99,10 @@ class Engine:
         self._guides = served.guides
         self._runner = served.model.runner
         self._memory = KvCacheManager.of(self._runner, config)
+        self.num_kv_tokens = self._memory.device.num_total * config.block_size
+        """Capacity of the KV cache in tokens, without swap space."""
+        self.window_tokens = self._memory.window_tokens(config.block_size)
+        """As `EngineLike.window_tokens` says."""
         self._block_size, self._stall_after_s = config.block_size, config.stall_after_s
         self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
         drafts = speculation_of(config, self._runner)
@@ -333,11 +337,6 @@ class Engine:
     def leaves_core_free(self) -> bool:
         """Whether steps leave at least one of the process's cores to other work."""
         return self._served.model.runner.placement.leaves_core_free
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Capacity of the KV cache in tokens, without swap space."""
-        return self._memory.device.num_total * self._block_size
 
     def _enqueue(self, request: LiveRequest) -> None:
         if not request.live:

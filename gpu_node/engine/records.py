@@ -208,7 +208,9 @@ class EngineStats(EngineLoad):
         "1 once the grammar processes cannot be served; requests with structured output fail from then on."
     )
     block_bytes: int = 0
-    """Memory of a KV block over all layers."""
+    """Memory of a KV block over all layers, or over those without windows where these have blocks of their own."""
+    window_block_bytes: int = 0
+    """Memory of a block over the layers with windows."""
     state_slot_bytes: int = 0
     """Memory of a state over all recurrent layers."""
     gpu_uuid: str = ""

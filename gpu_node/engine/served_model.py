@@ -28,7 +28,7 @@ from penstock.gpu_node.model.options import runner_name
 from penstock.gpu_node.model.plan_records import Devices as Devices
 from penstock.gpu_node.model.plan_records import ModelPlan as ModelPlan
 from penstock.gpu_node.model.plan_records import ShapeFit as ShapeFit
-from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.protocol import NO_WINDOWS, LoadedModel, WindowSizes
 from penstock.runtime.process_memory import no_collection
 
 _HEAD_START_S = 0.05
@@ -133,6 +133,8 @@ class RequestLimits:
     max_num_seqs: int
     num_device_blocks: int
     block_size: int
+    windows: WindowSizes = NO_WINDOWS
+    """The blocks of layers with windows, where these have blocks of their own."""
     pairs: PairScores | None = None
     """How the model scores pairs; None if it does not."""
 
@@ -162,6 +164,7 @@ def request_limits(
         max_num_seqs=max_num_seqs,
         num_device_blocks=sizes.num_device_blocks,
         block_size=block_size,
+        windows=sizes.windows,
         pairs=pairs,
     )
 
@@ -218,7 +221,14 @@ def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLim
 def max_tokens_of_beams(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> int:
     """Return how many tokens each beam may have, so that all beams fit the KV cache even if they share no output."""
     num_shared, rest = divmod(len(prompt), limits.block_size)
-    return (limits.num_device_blocks - num_shared) // params.num_sequences * limits.block_size - rest
+    width, most = params.num_sequences, limits.num_device_blocks - num_shared
+    num_tokens = most // width * limits.block_size - rest
+    each = limits.windows.most_held(limits.block_size) + 1
+    if not limits.windows.num_blocks or width * each <= limits.windows.num_blocks:
+        return num_tokens
+    # The beams share the prompt's window, and each has its own tokens' blocks.
+    in_windows = (limits.windows.num_blocks - each) // width - 1
+    return min(num_tokens, in_windows * limits.block_size)
 
 
 def _check_beams(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:

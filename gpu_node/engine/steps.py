@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan, StepResult, StepStates
+from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan, StepResult, StepStates, StepWindows
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -46,6 +46,8 @@ class Step:
     """[num_copies, 2]: source and target of the block copies that come first."""
     states: StepStates | None = None
     """The slots of its sequences' states; None for a model without states."""
+    windows: StepWindows | None = None
+    """The blocks of its sequences' windows; None where all layers have the same blocks."""
 
     @property
     def num_tokens(self) -> int:

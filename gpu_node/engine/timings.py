@@ -12,6 +12,7 @@ from typing import Protocol, TypedDict, runtime_checkable
 from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.kv_cache.states import state_counts
+from penstock.gpu_node.engine.kv_cache.windows import window_counts
 from penstock.gpu_node.engine.records import EngineStats, RequestStep, RequestTimings, StepOutput
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.search.searches import SharedBlocks
@@ -437,6 +438,7 @@ def engine_stats(
         num_ranks=ranks.num_ranks,
         num_rank_losses=max(0, ranks.num_starts - 1),
         **state_counts(memory.states),
+        **window_counts(memory.windows),
         **timings.stats(),
         **asdict(grammars),
     )

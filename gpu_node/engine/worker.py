@@ -54,6 +54,10 @@ class EngineLike(Protocol):
         """Capacity of the KV cache in tokens."""
 
     @property
+    def window_tokens(self) -> tuple[int, int] | None:
+        """Tokens in all blocks of layers with windows, and those of one sequence; None if all layers have the same."""
+
+    @property
     def leaves_core_free(self) -> bool:
         """Whether steps leave at least one of the node's cores to other work."""
 

@@ -198,6 +198,15 @@ class HeldJobs:
                     sequences[urgency] += job.num_sequences
         return tuple(tokens), tuple(sequences)
 
+    def expected_window_tokens(self, window: int) -> PerLevel:
+        """Return the tokens that windows of at most `window` tokens hold for each sequence, per level as above."""
+        tokens = [0] * NUM_LEVELS
+        for job in self._jobs.values():
+            if job.outcome is None:
+                for urgency in range(job.taken.urgency, NUM_LEVELS):
+                    tokens[urgency] += min(job.expected_kv_tokens, job.num_sequences * window)
+        return tuple(tokens)
+
     def usage_by_tenant(self) -> dict[str, tuple[int, int, float]]:
         """Return the KV tokens and sequences that each tenant's jobs are expected to use, and its weight."""
         usage: dict[str, tuple[int, int, float]] = {}

@@ -32,6 +32,8 @@ class ShapeFit:
     kv_bytes: int = 0
     kv_tokens: int = 0
     """Tokens that the KV cache of one replica holds."""
+    window_bytes: int = 0
+    """The part of `kv_bytes` for blocks of windows, where layers with windows have blocks of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class ModelPlan:
     kv_heads: int
     weight_bytes: int
     kv_token_bytes: int
+    """Over all layers."""
     state_bytes: int
     """Of the state of recurrent layers of one sequence; 0 without such layers."""
     state_slots: int
@@ -58,6 +61,10 @@ class ModelPlan:
     shapes: tuple[ShapeFit, ...]
     why: str = ""
     """Why this runner was chosen and what it lacks, if it is not one of the usual ones."""
+    window: int = 0
+    """Tokens of which layers with windows keep keys and values, in blocks of their own; 0: all layers keep all."""
+    window_token_bytes: int = 0
+    """The part of `kv_token_bytes` in these layers."""
 
     @property
     def best(self) -> ShapeFit | None:

@@ -22,6 +22,11 @@ from typing import (
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.cache_sizes import NO_WINDOWS as NO_WINDOWS
+from penstock.gpu_node.model.cache_sizes import CacheSizes as CacheSizes
+from penstock.gpu_node.model.cache_sizes import StateSizes as StateSizes
+from penstock.gpu_node.model.cache_sizes import WindowSizes as WindowSizes
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
@@ -182,6 +187,16 @@ class StepStates:
 
 
 @dataclass(frozen=True, slots=True)
+class StepWindows:
+    """The blocks of layers with windows, where these have a pool of their own."""
+
+    block_tables: NDArray[np.int32]
+    """[num_seqs, max_blocks], as wide as those of the plan; NULL_BLOCK for blocks behind the window as well."""
+    copies: NDArray[np.int32]
+    """[num_copies, 2]: source and target block, as those of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of a mixed batch: prefill chunks and decode steps of `num_seqs` sequences, packed without padding.
 
@@ -209,6 +224,7 @@ class StepPlan:
     scored: ScoredTokens | None = None
     pooled: PooledTokens | None = None
     states: StepStates | None = None
+    windows: StepWindows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,32 +281,6 @@ class AdapterSource(Protocol):
 
     def find(self, wanted: AdapterRef) -> Adapter:
         """Return an adapter. Raises NotFoundError for an unknown name, RequestError for an unusable adapter."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSizes:
-    """The size of a KV cache. Device blocks have ids from 1 to num_device_blocks; host blocks follow.
-
-    The CPU runners keep both kinds in one memory, and their steps read and write either kind.
-    """
-
-    num_device_blocks: int
-    num_host_blocks: int
-    block_bytes: int
-    """Bytes of one block over all layers."""
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks, the null block included."""
-        return 1 + self.num_device_blocks + self.num_host_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class StateSizes:
-    """The state slots of a runner. A model without recurrent layers has none."""
-
-    num_slots: int = 0
-    slot_bytes: int = 0
 
 
 class RanksLostError(Exception):

@@ -32,6 +32,11 @@ _COUNTERS = {
         "state_missed_tokens",
         "Tokens with cached blocks that were computed again, because no snapshot stood at their end.",
     ),
+    "window_evictions": ("window_evictions", "Cached blocks of windows that gave way to others."),
+    "window_missed_tokens": (
+        "window_missed_tokens",
+        "Tokens with cached blocks that were computed again, because no cached window stood at their end.",
+    ),
     "swapped_out_blocks": ("swapped_out_blocks", "Blocks copied from the device to the host."),
     "swapped_in_blocks": ("swapped_in_blocks", "Blocks copied from the host to the device."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens computed."),
@@ -50,6 +55,9 @@ _GAUGES = {
     "state_slots_total": ("state_slots_total", "Slots for the states of recurrent layers."),
     "state_slots_free": ("state_slots_free", "State slots that no sequence holds, snapshots included."),
     "state_snapshots": ("state_snapshots", "State slots with a snapshot."),
+    "window_blocks_total": ("window_blocks_total", "Blocks of windows, where layers with windows have their own."),
+    "window_blocks_free": ("window_blocks_free", "Blocks of windows that no sequence holds, cached ones included."),
+    "window_blocks_cached": ("window_blocks_cached", "Cached blocks of windows that no sequence holds."),
     "running": ("num_running", "Sequences in the running batch."),
     "held_back": ("num_held_back", "Running background sequences that the last step left out, because of chats."),
     "waiting": ("num_waiting", "Sequences that wait inside the engine."),
@@ -74,7 +82,8 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for name, text in _HISTOGRAMS.items():
         if (values := getattr(stats, name)) is not None:
             yield histogram(f"penstock_engine_{name}", text, values)
-    yield gauge("penstock_engine_kv_usage_ratio", "Share of the KV blocks that sequences hold.", kv_usage(stats))
+    text = "Share of the KV blocks that sequences hold, or of the blocks of windows if that is larger."
+    yield gauge("penstock_engine_kv_usage_ratio", text, kv_usage(stats))
     used = stats.page_utilization
     text = "Share of the held blocks' slots that store a token; the rest is fragmentation."
     yield gauge("penstock_engine_page_utilization_ratio", text, 1.0 if used is None else used)
@@ -86,7 +95,8 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield gauge("penstock_engine_search_saved_ratio", text, 1 - stats.search_blocks_held / needed if needed else 0.0)
     text = "Bytes of the KV cache, by where it is."
     caches = GaugeMetricFamily("penstock_engine_kv_cache_bytes", text, labels=("tier",))
-    caches.add_metric(("device",), stats.kv_blocks_total * stats.block_bytes)
+    of_windows = stats.window_blocks_total * stats.window_block_bytes
+    caches.add_metric(("device",), stats.kv_blocks_total * stats.block_bytes + of_windows)
     caches.add_metric(("host",), stats.swap_blocks_total * stats.block_bytes)
     yield caches
     size = stats.state_slots_total * stats.state_slot_bytes
@@ -154,8 +164,9 @@ def _ranks(stats: EngineStats) -> Iterator[Metric]:
 
 
 def kv_usage(stats: EngineStats) -> float:
-    """Return the share of the KV blocks that sequences hold, from 0 to 1."""
-    return 1 - stats.kv_blocks_free / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+    """Return the share of the KV blocks that sequences hold, or of those of windows if it is larger: from 0 to 1."""
+    pairs = (stats.kv_blocks_free, stats.kv_blocks_total), (stats.window_blocks_free, stats.window_blocks_total)
+    return max(1 - free / total if total else 0.0 for free, total in pairs)
 
 
 def counter(name: str, text: str, value: float) -> Metric:

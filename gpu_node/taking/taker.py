@@ -225,9 +225,17 @@ class JobTaker:
     def _capacity(self) -> Capacity:
         """The free capacity for each level. A level may also use what less urgent jobs hold, by preempting them."""
         tokens, sequences = self._held_jobs.expected_usage()
+        slots = _left_of(self._max_num_seqs, sequences)
+        if (of_windows := self._engine.window_tokens) is not None and of_windows[0] < self._max_num_seqs * of_windows[
+            1
+        ]:
+            # Where the windows of all sequences do not fit, they bound the number of sequences.
+            whole, each = of_windows
+            left = _left_of(whole, self._held_jobs.expected_window_tokens(each))
+            slots = tuple(min(pair) for pair in zip(slots, (one // each for one in left), strict=True))
         return Capacity(
             _left_of(self._kv_tokens, tokens),
-            _left_of(self._max_num_seqs, sequences),
+            slots,
             self._kv_tokens,
             self._max_num_seqs,
             max(0, MAX_TASKS - self._held_jobs.num_tasks),

@@ -93,6 +93,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("rank", "num_ranks", "num_state_slots", "token_size")),
         *((name, c.c_float) for name in ("token_scale", "token_projection_scale")),
         *((name, c.c_int32) for name in ("is_encoder", "has_final_norm", "has_embedding_norm", "num_query_growths")),
+        ("num_window_blocks", c.c_int32),
     ]
 
 
@@ -117,7 +118,7 @@ class NativeLayer(c.Structure):
         *((name, c.c_int32) for name in ("has_attention_sum_norm", "has_mlp_sum_norm", "has_head_gates")),
         *((name, c.c_float) for name in ("attention_factor", "mixer_factor", "state_gate_factor")),
         *((name, c.c_float) for name in ("duration_factor", "gate_factor", "mlp_factor")),
-        *((name, c.c_int32) for name in ("query_growth", "expert_intermediate", "has_router_norm")),
+        *((name, c.c_int32) for name in ("query_growth", "expert_intermediate", "has_router_norm", "is_windowed")),
     ]
 
 
@@ -156,7 +157,8 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
         *((name, c.c_void_p) for name in ("state_reads", "state_writes", "state_saves")),
         ("num_saves", c.c_int32),
-        *((name, c.c_void_p) for name in ("token_inputs", "token_types")),
+        *((name, c.c_void_p) for name in ("token_inputs", "token_types", "window_tables", "window_copies")),
+        ("num_window_copies", c.c_int32),
     ]
 
 

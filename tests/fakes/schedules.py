@@ -10,13 +10,14 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import PreemptionName
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.kv_cache.states import StateCache
+from penstock.gpu_node.engine.kv_cache.windows import WindowCache
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence, salted_root
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.output import EndRule
-from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.model.protocol import NO_WINDOWS, NULL_BLOCK, StepPlan, WindowSizes
 
 BLOCK_SIZE = 4
 EOS = 999
@@ -56,11 +57,13 @@ def new_scheduler(
     preemption: PreemptionName = "recompute",
     policy: SchedulingPolicy | None = None,
     num_slots: int = 0,
+    windows: WindowSizes = NO_WINDOWS,
     **memory_settings: Any,
 ) -> tuple[Scheduler, KvCacheManager]:
-    """Return a scheduler with that many blocks and state slots."""
+    """Return a scheduler with that many blocks and state slots, and with blocks of windows."""
     states = StateCache(num_slots) if num_slots else None
-    memory = KvCacheManager(num_blocks, num_host_blocks, states=states, **memory_settings)
+    beside = WindowCache(windows, BLOCK_SIZE) if windows.num_blocks else None
+    memory = KvCacheManager(num_blocks, num_host_blocks, states=states, windows=beside, **memory_settings)
     limits = StepLimits(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -98,12 +101,14 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
 class LabelledCache:
     """A KV cache that stores, for each slot, the tokens for which it was computed, or that the step failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: WindowSizes = NO_WINDOWS) -> None:
+        """`windows`: it is that of the layers with windows, and no token reads what lies behind its own."""
         self._slots: dict[tuple[int, int], object] = {}
+        self._windows = windows
 
     def run(self, scheduler: Scheduler, step: Step, plan: StepPlan) -> None:
         """Run a step as a runner does: copy, store, read. Assert that each sequence reads only its own tokens."""
-        for source, target in plan.copies.tolist():
+        for source, target in self._copies(plan):
             for offset in range(BLOCK_SIZE):
                 self._slots[target, offset] = self._slots.get((source, offset))
         labels = [self._labels(scheduler, seq) for seq in step.seqs]
@@ -111,19 +116,20 @@ class LabelledCache:
             for at in range(step.starts[i], step.ends[i]):
                 self._slots[self._slot(plan, i, at)] = of_seq[at]
         for i, of_seq in enumerate(labels):
-            assert [self._slots[self._slot(plan, i, at)] for at in range(step.ends[i])] == of_seq[: step.ends[i]]
+            first, end = self._first_read(int(step.starts[i])), int(step.ends[i])
+            assert [self._slots[self._slot(plan, i, at)] for at in range(first, end)] == of_seq[first:end]
 
     def fail(self, step: Step, plan: StepPlan, *, for_memory: bool) -> None:
         """Run a step that fails: the blocks that it copies to or writes to lose all their contents.
 
         After an out-of-memory error, blocks lose only the slots that the step would have written.
         """
-        written = {block for _, block in plan.copies.tolist()}
+        written = {block for _, block in self._copies(plan)}
         for i, (start, end) in enumerate(zip(step.starts.tolist(), step.ends.tolist(), strict=True)):
             if for_memory:
                 self._slots |= {self._slot(plan, i, at): None for at in range(start, end)}
             else:
-                written.update(plan.block_tables[i, start // BLOCK_SIZE : -(-end // BLOCK_SIZE)].tolist())
+                written.update(self._table(plan, i)[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
         self.spoil(written)
 
     def spoil(self, blocks: set[int]) -> None:
@@ -139,6 +145,25 @@ class LabelledCache:
             labels.append((so_far, token))
         return labels
 
-    @staticmethod
-    def _slot(plan: StepPlan, i: int, at: int) -> tuple[int, int]:
-        return int(plan.block_tables[i, at // BLOCK_SIZE]), at % BLOCK_SIZE
+    def _first_read(self, at: int) -> int:
+        """Return the first token that a runner reads for the token at a position."""
+        if not self._windows.num_blocks:
+            return 0
+        alignment = self._windows.alignment
+        return max(0, at + 1 - self._windows.window) // alignment * alignment
+
+    def _copies(self, plan: StepPlan) -> list[tuple[int, int]]:
+        windows = plan.windows
+        of_group = plan.copies if not self._windows.num_blocks or windows is None else windows.copies
+        return [(source, target) for source, target in of_group.tolist()]
+
+    def _table(self, plan: StepPlan, i: int) -> list[int]:
+        windows = plan.windows
+        tables = plan.block_tables if not self._windows.num_blocks or windows is None else windows.block_tables
+        found: list[int] = tables[i].tolist()
+        return found
+
+    def _slot(self, plan: StepPlan, i: int, at: int) -> tuple[int, int]:
+        block = self._table(plan, i)[at // BLOCK_SIZE]
+        assert block != NULL_BLOCK
+        return block, at % BLOCK_SIZE

@@ -78,3 +78,4 @@ class ScriptedEngine(EchoEngine):  # type: ignore[misc]
         self.tokenizer = ScriptedTokenizer(tool_format)
         self.max_model_len = self.max_prompt_tokens
         self.num_kv_tokens = 1 << 20
+        self.window_tokens = None

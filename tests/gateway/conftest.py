@@ -143,6 +143,7 @@ class EchoEngine:
         self.pairs = None
         self.max_model_len = MAX_MODEL_LEN
         self.num_kv_tokens = 1 << 16
+        self.window_tokens = None
         self.revision = "echo"
         self.leaves_core_free = False
         self.background_due = False

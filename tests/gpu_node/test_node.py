@@ -124,6 +124,25 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
         assert max(engine.batches) <= 4
 
 
+async def test_a_node_takes_no_more_sequences_than_it_has_windows_for(redis_url: str, broker: ProducerBroker) -> None:
+    engine = ReferenceEngine(step_s=0.001)
+    engine.window_tokens = 96 + 20, 32
+    engine.holds_at = 20  # no job has ended when the last one comes
+    async with running(redis_url, engine) as node:
+        jobs = [new_job("0123456789", max_tokens=30) for _ in range(12)]
+        for job in jobs:
+            await broker.submit(Submission(job, 40))
+        async with asyncio.timeout(PATIENCE_S):
+            while (most := node.held_jobs.expected_usage()[1][-1]) < 3:
+                await asyncio.sleep(0.001)
+        engine.holds_at = None
+        for job in jobs:
+            while (await broker.status(job.id, "default")).outcome is None:
+                most = max(most, node.held_jobs.expected_usage()[1][-1])
+                await asyncio.sleep(0.001)
+        assert most == 3 and max(engine.batches) <= 3
+
+
 async def test_a_node_ends_with_both_versions_if_its_pool_has_another_version(redis_url: str, redis: Redis) -> None:
     await make_pool_of_other_version(redis, POOL, POOL)
     with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL)):

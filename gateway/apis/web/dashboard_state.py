@@ -27,6 +27,7 @@ _OF_NODE = (
     *("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "block_size"),
     *("swap_blocks_total", "swap_blocks_free", "swap_blocks_cached"),
     *("state_slots_total", "state_slots_free", "state_snapshots", "state_hits", "state_evictions"),
+    *("window_blocks_total", "window_blocks_free", "window_blocks_cached", "window_evictions"),
     *("prefill_tokens", "decode_tokens", "num_preemptions", "num_swaps", "step_ms_p50", "step_ms_p99"),
     *("prefix_lookup_tokens", "prefix_hit_tokens", "prefix_hit_rate", "page_utilization", "weight_bytes"),
     *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),

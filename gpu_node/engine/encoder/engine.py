@@ -82,6 +82,7 @@ class EncoderEngine:
         self._steps = TextSteps(config)
         self.num_kv_tokens = max(STEPS_HELD * self._steps.max_tokens, loaded.max_tokens)
         """Tokens of the texts that are taken at once. There is no KV cache."""
+        self.window_tokens = None
         # Keyed by id: id of a request.
         self._live: dict[str, LiveTexts] = {}
         self._in_flight: tuple[list[TextSpan], TextHandle, float] | None = None

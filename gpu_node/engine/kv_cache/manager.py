@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool, CachedBlock
 from penstock.gpu_node.engine.kv_cache.states import StateCache
+from penstock.gpu_node.engine.kv_cache.windows import WindowCache
 from penstock.gpu_node.model.protocol import NO_COPIES
 
 if TYPE_CHECKING:
@@ -39,15 +40,19 @@ class KvCacheManager:
         enable_prefix_caching: bool = True,
         eviction: EvictionName = "lru",
         states: StateCache | None = None,
+        windows: WindowCache | None = None,
     ) -> None:
-        """`states`: of a model with recurrent layers. Their snapshots go with the blocks under the same hashes."""
+        """`states`: of a model with recurrent layers. `windows`: of one whose layers with windows have own blocks.
+
+        Snapshots, and blocks of windows that no sequence holds, go with the blocks under the same hashes.
+        """
         # Keyed by tenant: hashes that chain from salted_root(tenant, cache_salt, adapter).
         self._index: dict[bytes, int] = {}
         self.device = BlockPool(num_device_blocks, self._index, eviction=eviction)
         self.host = BlockPool(num_host_blocks, self._index, first=num_device_blocks + 1, eviction=eviction)
         self.num_out = self.num_in = 0
         """Blocks copied from the device to the host, and back."""
-        self.states = states
+        self.states, self.windows = states, windows
         self.caches_prefixes = enable_prefix_caching
         self._copies: list[tuple[int, int]] = []
 
@@ -55,18 +60,26 @@ class KvCacheManager:
     def of(cls, runner: StepRunner, config: EngineConfig) -> Self:
         """Return the memory of a runner."""
         sizes, states = runner.cache_sizes, runner.state_sizes
+        windows = sizes.windows
         return cls(
             sizes.num_device_blocks,
             sizes.num_host_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             eviction=config.prefix_eviction,
             states=StateCache(states.num_slots, states.slot_bytes) if states.num_slots else None,
+            windows=WindowCache(windows, config.block_size) if windows.num_blocks else None,
         )
 
     @property
     def num_held(self) -> int:
         """Blocks of both tiers that sequences hold."""
         return sum(pool.num_total - pool.num_free for pool in (self.device, self.host))
+
+    def window_tokens(self, block_size: int) -> tuple[int, int] | None:
+        """Return the tokens of all blocks of windows, and those of one sequence's window; None without such blocks."""
+        if (windows := self.windows) is None:
+            return None
+        return windows.pool.num_total * block_size, windows.blocks_of_window * block_size
 
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks, on either tier, of the longest cached prefix of a hash chain. Adds no reference."""
@@ -221,9 +234,11 @@ class KvCacheManager:
         return block
 
     def _forget(self, entry: CachedBlock) -> None:
-        """Drop the snapshot of a block that is no longer cached."""
+        """Drop what is of use only with a block that is no longer cached: its snapshot, and that of a window."""
         if self.states is not None:
             self.states.drop(entry.block_hash)
+        if self.windows is not None:
+            self.windows.drop((entry.block_hash,))
 
     def _keep_on_host(self, block: int, evicted: CachedBlock) -> None:
         """Copy an evicted prefix block to a host block, which no sequence holds."""

@@ -109,6 +109,12 @@ class InputBatch:
         """Free rows."""
         return len(self._unused)
 
+    @property
+    def shape_of_tables(self) -> tuple[int, int]:
+        """Rows, and the most blocks of each."""
+        rows, width = self._block_tables.shape
+        return rows, width
+
     def take(self, seq: Sequence) -> None:
         """Assign a row to a sequence, with no token computed."""
         row = seq.row = self._unused.pop()
@@ -237,6 +243,7 @@ class InputBatch:
             copies=step.copies,
             adapters=adapters if np.count_nonzero(adapters > NO_ADAPTER) else None,
             states=step.states,
+            windows=step.windows,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.runtime.process_memory import resident_bytes
@@ -41,6 +42,8 @@ class MemoryRecord:
     """Device blocks: held, cached, blank."""
     swap_blocks: tuple[int, int, int]
     """Host blocks: held, cached, blank."""
+    window_blocks: tuple[int, int, int]
+    """Blocks of windows: held, cached, blank; all 0 where all layers have the same blocks."""
     num_running: int
     num_waiting: int
     num_swapped: int
@@ -52,7 +55,8 @@ class MemoryRecord:
     """The requests that hold most blocks, with their numbers; shared blocks count for each choice that holds them."""
 
     def __str__(self) -> str:
-        tiers = (("kv", self.kv_blocks), ("swap", self.swap_blocks))
+        tiers = [("kv", self.kv_blocks), ("swap", self.swap_blocks)]
+        tiers += [("windows", self.window_blocks)] if any(self.window_blocks) else []
         blocks = "  ".join(f"{name} {held} held {cached} cached {blank} blank" for name, (held, cached, blank) in tiers)
         holders = ", ".join(f"{name} {held}" for name, held in self.holders) or "none"
         return (
@@ -60,6 +64,11 @@ class MemoryRecord:
             f"{self.num_running} run {self.num_waiting} wait {self.num_swapped} swapped  "
             f"steps of {self.max_step_tokens}  {self.resident_bytes >> 20} MiB  most: {holders}  {self.event}"
         ).rstrip()
+
+
+def _uses_of(pool: BlockPool) -> tuple[int, int, int]:
+    """Return how many blocks are held, cached and blank."""
+    return pool.num_total - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached
 
 
 class MemoryTrace:
@@ -113,12 +122,13 @@ class MemoryTrace:
         held: Counter[str] = Counter()
         for seq in (*scheduler.running, *queues.swapped):
             held[seq.request_id] += len(seq.blocks)
-        device, host = self._memory.device, self._memory.host
+        device, host, windows = self._memory.device, self._memory.host, self._memory.windows
         record = MemoryRecord(
             at_s=time.time(),
             event=event,
-            kv_blocks=(device.num_total - device.num_free, device.num_cached, device.num_free - device.num_cached),
-            swap_blocks=(host.num_total - host.num_free, host.num_cached, host.num_free - host.num_cached),
+            kv_blocks=_uses_of(device),
+            swap_blocks=_uses_of(host),
+            window_blocks=(0, 0, 0) if windows is None else _uses_of(windows.pool),
             num_running=scheduler.num_running,
             num_waiting=queues.num_waiting,
             num_swapped=len(queues.swapped),

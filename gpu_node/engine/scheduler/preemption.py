@@ -9,7 +9,7 @@ import numpy as np
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy, SharedDevice
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
-from penstock.gpu_node.engine.scheduler.queues import Admission, WaitingQueues
+from penstock.gpu_node.engine.scheduler.queues import Admission, Freed, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints
@@ -115,18 +115,26 @@ class Preemptor:
             return []
         victims.sort(key=lambda seq: seq.urgency)
         yielding: list[Sequence] = []
-        num_rows = num_blocks = 0
-        for seq, rows_lacking, blocks_lacking in self._admission.shortages():
+        freed = Freed()
+        for seq, needed in self._admission.shortages():
             more: list[Sequence] = []
-            while victims and (rows_lacking > num_rows or blocks_lacking > num_blocks):
+            while victims and not freed.suffices(needed):
                 more.append(victims.pop())
-                num_rows += 1 + len(more[-1].forks)
-                num_blocks += sum(len(one.blocks) + (one.spare is not None) for one in (more[-1], *more[-1].forks))
-            if max_tokens <= 0 or rows_lacking > num_rows or blocks_lacking > num_blocks:
+                freed = self._with(freed, more[-1])
+            if max_tokens <= 0 or not freed.suffices(needed):
                 break
             yielding += more
             max_tokens -= len(seq.token_ids)
         return yielding
+
+    def _with(self, freed: Freed, victim: Sequence) -> Freed:
+        """Return what is free once a sequence is preempted with its forks."""
+        leaving = (victim, *victim.forks)
+        return Freed(
+            freed.rows + len(leaving),
+            freed.blocks + sum(len(one.blocks) + (one.spare is not None) for one in leaving),
+            freed.blocks_of_windows + sum(map(self._batch.beside.num_held, leaving)),
+        )
 
     def preempt_for_request(self, max_tokens: int) -> None:
         """Preempt for waiting sequences: background ones for foreground ones, then for an urgent one until it fits.
@@ -186,12 +194,28 @@ class Preemptor:
             self._admission.recompute(self._queues.swapped[-1])
         self._batch.grow(seq, num_blocks)
 
+    def widen(self, seq: Sequence, end: int) -> int:
+        """Give a running sequence the blocks of its window up to `end` tokens. Return how many tokens they reach.
+
+        While too few are free, sequences are preempted, at last itself. One that runs alone gets what is free, and so
+        do the beams of a search that runs alone.
+        """
+        beside, row, target = self._batch.beside, np.array([seq.row]), np.array([end])
+        while beside.lacking(row, target)[0] > beside.num_free and self._has_others(seq):
+            if self.preempt_next() is seq or seq.row < 0:
+                return 0
+        return beside.grow(seq, end)
+
+    def _has_others(self, seq: Sequence) -> bool:
+        """Return whether a sequence runs that is no beam of the same search."""
+        return any(one is not seq and (seq.beams is None or one.beams is not seq.beams) for one in self._batch.seqs)
+
     def start_over(self, seq: Sequence) -> None:
         """Requeue a sequence, if it runs, for recomputation. Uncache its blocks that no other sequence holds."""
         blocks = seq.blocks
         if seq.row >= 0:
             self.requeue(seq)
-        self._memory.uncache_unheld(blocks)
+        self._batch.uncache_unheld(seq, blocks)
 
     def requeue(self, seq: Sequence) -> None:
         """Move a running sequence and its waiting forks back to the queue, to compute all of it again.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
@@ -125,6 +126,19 @@ class Grants:
             self.foreground -= end - start
 
 
+class Freed(NamedTuple):
+    """What preempted sequences give back."""
+
+    rows: int = 0
+    blocks: int = 0
+    """On the device."""
+    blocks_of_windows: int = 0
+
+    def suffices(self, needed: Freed) -> bool:
+        """Return whether this is at least as much."""
+        return all(own >= other for own, other in zip(self, needed, strict=True))
+
+
 @dataclass(slots=True)
 class PrefixHits:
     """Tokens of admitted sequences, those found in the prefix cache, and those of the latter found on the host."""
@@ -191,9 +205,11 @@ class Admission:
         batch, memory = self._batch, self._memory
         if batch.table.num_unused <= len(seq.forks):
             return False
-        if batch.states is not None and batch.states.is_lost(seq):
+        if batch.beside.is_lost(seq):
             return False
         held = batch.held_by(seq)
+        if not batch.beside.fits(seq, len(held), is_alone=not batch.seqs):
+            return False
         num_missing, num_free = batch.num_missing(seq, held), memory.num_free_without(held)
         if seq.beams is not None:
             num_missing += batch.num_tail_blocks(seq)
@@ -202,20 +218,22 @@ class Admission:
         num_free_in_both = num_free + memory.num_free_without(held, on_host=True)
         return num_missing <= num_free or batch.num_missing(seq, held, in_place=True) <= num_free_in_both
 
-    def shortages(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Yield the foreground sequences that may start, each with the rows and device blocks to free.
+    def shortages(self) -> Iterator[tuple[Sequence, Freed]]:
+        """Yield the foreground sequences that may start, each with what must be freed for it and all before it.
 
-        These are for the sequence and all before it. They are negative where nothing must be freed.
+        The numbers are negative where nothing must be freed.
         """
         batch, memory = self._batch, self._memory
         num_rows, num_blocks, held = -batch.table.num_unused, self._watermark, list[int]()
+        num_of_windows = batch.beside.shortage()
         for seq in self._policy.startable(self._isolator.eligible(self._queues, batch.seqs)):
             if not seq.background:
                 own = batch.held_by(seq)
                 held += own
                 num_rows += 1 + len(seq.forks)
                 num_blocks += batch.num_missing(seq, own)
-                yield seq, num_rows, num_blocks - memory.num_free_without(held)
+                num_of_windows += batch.beside.num_missing(seq, len(own))
+                yield seq, Freed(num_rows, num_blocks - memory.num_free_without(held), num_of_windows)
 
     def could_fit(self, seq: Sequence, victims: list[Sequence]) -> bool:
         """Return whether a sequence might fit after preempting the victims. Blocks that they share count as freed."""
@@ -226,7 +244,10 @@ class Admission:
         has_rows = len(seq.forks) < batch.table.num_unused + len(leaving)
         watermark = self._watermark if len(victims) < len(batch.seqs) else 0
         num_free = self._memory.num_free_without(held) + num_freed
-        return has_rows and batch.num_missing(seq, held) + watermark <= num_free
+        if not has_rows or batch.num_missing(seq, held) + watermark > num_free:
+            return False
+        freed, is_alone = sum(map(batch.beside.num_held, leaving)), len(victims) == len(batch.seqs)
+        return batch.beside.fits(seq, len(held), is_alone=is_alone, num_freed=freed)
 
     def recompute(self, seq: Sequence) -> None:
         """Drop a swapped sequence's blocks and queue it for recomputation."""
@@ -236,16 +257,14 @@ class Admission:
         self._queues.put_back(seq)
 
     def recompute_lost(self) -> None:
-        """Queue the swapped sequences for recomputation whose states gave way to others."""
-        if (states := self._batch.states) is not None:
-            for seq in [seq for seq in self._queues.swapped if states.is_lost(seq)]:
-                self.recompute(seq)
+        """Queue the swapped sequences for recomputation whose states or windows gave way to others."""
+        for seq in [seq for seq in self._queues.swapped if self._batch.beside.is_lost(seq)]:
+            self.recompute(seq)
 
     def free(self, seq: Sequence) -> None:
-        """Free what a sequence without a row holds: blocks and a state, if it is swapped."""
+        """Free what a sequence without a row holds: blocks and what is beside them, if it is swapped."""
         self._memory.free(seq.blocks)
-        if self._batch.states is not None:
-            self._batch.states.release(seq)
+        self._batch.beside.release(seq)
 
     def _offer(self, grants: Grants) -> None:
         started: list[tuple[deque[Sequence], Sequence]] = []
@@ -255,7 +274,7 @@ class Admission:
                 return False
             started.append((self._queues.queue_of(seq), seq))
             num_stored = self._start(seq)
-            end = min(len(seq.token_ids), num_stored + grants.left_for(seq))
+            end = self._batch.beside.grow(seq, min(len(seq.token_ids), num_stored + grants.left_for(seq)))
             self._batch.cache_full_blocks(seq, end, grants.cached)
             grants.note(seq, num_stored, end)
             return True

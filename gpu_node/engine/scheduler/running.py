@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
-from penstock.gpu_node.engine.scheduler.states import SequenceStates
+from penstock.gpu_node.engine.scheduler.beside import BesideBlocks
+from penstock.gpu_node.engine.scheduler.input_batch import InputBatch, TokenGuide
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
@@ -91,9 +91,9 @@ class StepProgress:
         self._table.append(step.sampled_rows, step.sampled_ends, tokens)
         # At least one token stays uncomputed: its computation yields the next token.
         self._table.num_computed[step.rows] = np.minimum(step.ends, self._table.num_tokens[step.rows] - 1)
-        if self._batch.states is not None:
-            self._batch.states.count(step)
+        self._batch.beside.count(step)
         self._batch.start_forks()
+        self._batch.beside.free_behind(step)
 
     def _present_samples(self, step: Step) -> list[int]:
         """Return the samples of sequences that still have their row; other sequences may have the rows of the rest."""
@@ -118,6 +118,41 @@ class StepProgress:
         return seq.row >= 0 and seq.end_rule.reason(token_id, num_output_tokens) is not None
 
 
+class DelayedRows:
+    """Running sequences that skip steps: until their token mask is ready, or, as parked beams, until all beams are.
+
+    They keep rows and blocks, and compute nothing meanwhile.
+    """
+
+    def __init__(self, guides: Mapping[Sequence, TokenGuide]) -> None:
+        self._guides = guides
+        self._seqs: set[Sequence] = set()
+        self._parked: set[Sequence] = set()
+
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        """Delay sequences until their mask is ready."""
+        self._seqs.update(seqs)
+
+    def park(self, seq: Sequence) -> None:
+        """Delay a beam until it is no longer parked."""
+        seq.is_parked = True
+        self._parked.add(seq)
+
+    def cut(self, seqs: Items[Sequence], starts: Ints, ends: Ints) -> Ints:
+        """Return the end positions of sequences in a step that skips the delayed ones.
+
+        If no other sequence would compute anything, they take part, and the step waits for their masks.
+        """
+        if not self._seqs and not self._parked:
+            return ends
+        self._seqs &= {seq for seq, guide in self._guides.items() if seq.row >= 0 and guide.is_waiting}
+        self._parked = {seq for seq in self._parked if seq.is_parked}
+        held = [i for i in range(len(ends)) if seqs[i] in self._seqs or seqs[i] in self._parked]
+        without = ends.copy()
+        without[held] = starts[held]
+        return without if (without > starts).any() else ends
+
+
 class RunningBatch:
     """Running sequences in order of admission, with the forks that wait for their prompt.
 
@@ -125,14 +160,12 @@ class RunningBatch:
     and run. Each fork copies the last block before it writes to it, unless that block is full.
     """
 
-    def __init__(self, memory: KvCacheManager, rows: InputBatch, block_size: int) -> None:
+    def __init__(self, memory: KvCacheManager, beside: BesideBlocks, rows: InputBatch, block_size: int) -> None:
         self.seqs: list[Sequence] = []
         self.awaiting_last_token: list[Sequence] = []
         """Sequences that compute no more and only wait for their last token."""
         self.table = rows
-        self.states: SequenceStates | None = None
-        if memory.states is not None:
-            self.states = SequenceStates(memory, memory.states, rows, block_size)
+        self.beside = beside
         self._memory = memory
         self._block_size = block_size
         self._leaders: list[Sequence] = []
@@ -180,7 +213,7 @@ class RunningBatch:
         if seq.blocks:
             return seq.blocks
         blocks = self._match(seq)
-        return blocks if self.states is None else blocks[: self.states.num_usable(seq, len(blocks))]
+        return blocks if self.beside.is_empty else blocks[: self.beside.num_usable(seq, len(blocks))]
 
     def _match(self, seq: Sequence) -> list[int]:
         """Return the blocks of the longest cached prefix of a waiting sequence."""
@@ -199,21 +232,23 @@ class RunningBatch:
         """Start a waiting sequence with all blocks that it needs. Return how many of its tokens are stored."""
         is_swapped = bool(seq.blocks)
         num_stored = seq.num_stored if is_swapped else len(held) * self._block_size
-        if self.states is not None and is_swapped:
-            self.states.resume(seq)
-        elif self.states is not None:
-            self.states.start(seq, num_stored, len(self._match(seq)) * self._block_size)
+        num_matched = 0 if is_swapped or self.beside.is_empty else len(self._match(seq)) * self._block_size
         if not is_swapped:
             self._memory.hold(held)
+        seq.blocks = []
+        for one in (seq, *seq.forks):
+            self.table.take(one)
+        # Blocks that are evicted for it take what stands beside them along, so this comes before that.
+        if is_swapped:
+            self.beside.resume(seq)
+        else:
+            self.beside.start(seq, num_stored, num_matched)
         hashes = seq.block_hashes[: num_stored // self._block_size]
         blocks = held if in_place else self._memory.bring_in(held, hashes)
-        seq.blocks = []
-        self.table.take(seq)
         self.table.add_blocks(seq, blocks)
         self.table.mark_stored(seq, num_stored)
         added = self._memory.alloc_anywhere(self.num_missing(seq, blocks, in_place=True))
         for fork in seq.forks:
-            self.table.take(fork)
             fork.spare = added.pop()
         self.table.add_blocks(seq, added)
         if seq.forks:
@@ -280,8 +315,7 @@ class RunningBatch:
             self._changed()
         for one in (seq, *seq.forks):
             self.table.give_back(one)
-            if self.states is not None:
-                self.states.release(one)
+            self.beside.release(one)
             self._memory.free(one.blocks)
             if one.spare is not None:
                 self._memory.free([one.spare])
@@ -297,8 +331,7 @@ class RunningBatch:
         """Move the stored tokens of a running sequence without forks to host blocks, and release its row."""
         num_stored = int(self.table.num_computed[seq.row])
         kept = self.num_blocks(num_stored)
-        if self.states is not None:
-            self.states.swap_out(seq, num_stored)
+        self.beside.swap_out(seq, num_stored)
         self._memory.free(seq.blocks[kept:])
         seq.blocks, seq.num_stored = self._memory.swap_out(seq.blocks[:kept]), num_stored
         self.seqs.remove(seq)
@@ -315,8 +348,7 @@ class RunningBatch:
                 for fork in leader.forks:
                     self._share(leader, fork)
                 leader.forks = []
-                if self.states is not None:
-                    self.states.forget_forks(leader)
+                self.beside.forget_forks(leader)
                 self._changed()
 
     def branch(self, pairs: Items[tuple[Sequence, Sequence]]) -> None:
@@ -331,10 +363,9 @@ class RunningBatch:
                 self._begin(target.forks_from, target)
         for _, target in pairs:
             self._memory.free(target.blocks)
+        self.beside.branch(pairs)
         for source, target in pairs:
             self.table.copy(source, target)
-            if self.states is not None:
-                self.states.branch(source, target)
             target.block_hashes = source.block_hashes.copy()
             spare, target.spare = target.spare, None
             if not self.table.num_tokens[source.row] % self._block_size:
@@ -350,8 +381,7 @@ class RunningBatch:
         self.seqs.insert(self.seqs.index(leader) + 1, fork)
         if not leader.forks:
             self._leaders.remove(leader)
-            if self.states is not None:
-                self.states.forget_forks(leader)
+            self.beside.forget_forks(leader)
         self._changed()
 
     def num_tail_blocks(self, seq: Sequence) -> int:
@@ -367,6 +397,7 @@ class RunningBatch:
             if seq.spare is not None:
                 block = self._memory.own(seq.blocks[-1], seq.spare)
                 self.table.replace_block(seq, len(seq.blocks) - 1, block)
+                self.beside.own_last(seq)
                 seq.spare = None
         self._sharing.clear()
 
@@ -380,6 +411,7 @@ class RunningBatch:
         seq.hash_full_blocks(tokens, self._block_size)
         for i in range(int(self.table.num_cached[seq.row]) // self._block_size, num_full):
             self._memory.cache(seq.blocks[i], seq.block_hashes[i], seq.tenant, seq.weight)
+            self.beside.enter(seq, i)
             cached.append(seq.blocks[i])
         self.table.num_cached[seq.row] = num_full * self._block_size
 
@@ -407,6 +439,11 @@ class RunningBatch:
         num_full = int(self.table.num_computed[seq.row]) // self._block_size
         return uncopied.isdisjoint(seq.blocks) and unfilled.isdisjoint(seq.blocks[:num_full])
 
+    def uncache_unheld(self, seq: Sequence, blocks: list[int]) -> None:
+        """Remove from the cache what a sequence has cached, blocks among it, and no sequence holds."""
+        self._memory.uncache_unheld(blocks)
+        self.beside.uncache_unheld(seq)
+
     def uncache(self, seq: Sequence) -> None:
         """Mark a running sequence's uncomputed blocks as not cached, so that they are cached again once filled."""
         self.table.num_cached[seq.row] = self.table.num_computed[seq.row] // self._block_size * self._block_size
@@ -430,8 +467,7 @@ class RunningBatch:
         held = Counter(block for seq in (*seqs, *swapped) for block in seq.blocks)
         held.update(seq.spare for seq in seqs if seq.spare is not None)
         self._memory.check_integrity(held)
-        if self.states is not None:
-            self.states.check_integrity([*seqs, *swapped])
+        self.beside.check_integrity([*seqs, *swapped])
         if any(seq.forks and seq not in self._leaders for seq in self.seqs):
             raise InvariantError("forks and the sequences that they wait for disagree")
 
@@ -441,8 +477,7 @@ class RunningBatch:
     def _share(self, leader: Sequence, fork: Sequence) -> None:
         num_shared = fork.num_to_share
         num_full = num_shared // self._block_size
-        if self.states is not None:
-            self.states.share(leader, fork)
+        self.beside.share(leader, fork)
         blocks = leader.blocks[: self.num_blocks(num_shared)]
         self._memory.hold(blocks)
         self.table.add_blocks(fork, blocks)

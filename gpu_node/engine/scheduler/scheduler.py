@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.background import BackgroundBudget, StepBudget
+from penstock.gpu_node.engine.scheduler.beside import BesideBlocks
 from penstock.gpu_node.engine.scheduler.budget import (
     PrefillBudget,
     SmallSteps,
@@ -26,49 +26,14 @@ from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch, TokenGuide
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor, SwapCost
 from penstock.gpu_node.engine.scheduler.queues import Admission, PrefixHits, WaitingQueues, leave_group
-from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
+from penstock.gpu_node.engine.scheduler.running import DelayedRows, RunningBatch, StepOutcome, StepProgress
 from penstock.gpu_node.engine.scheduler.turns import RequestTurns
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.steps import Ints, Step, step_of
+from penstock.gpu_node.engine.steps import Ints, Rows, Step, step_of
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import PreemptionName
-
-
-class DelayedRows:
-    """Running sequences that skip steps: until their token mask is ready, or, as parked beams, until all beams are.
-
-    They keep rows and blocks, and compute nothing meanwhile.
-    """
-
-    def __init__(self, guides: Mapping[Sequence, TokenGuide]) -> None:
-        self._guides = guides
-        self._seqs: set[Sequence] = set()
-        self._parked: set[Sequence] = set()
-
-    def add(self, seqs: Iterable[Sequence]) -> None:
-        """Delay sequences until their mask is ready."""
-        self._seqs.update(seqs)
-
-    def park(self, seq: Sequence) -> None:
-        """Delay a beam until it is no longer parked."""
-        seq.is_parked = True
-        self._parked.add(seq)
-
-    def cut(self, seqs: Items[Sequence], starts: Ints, ends: Ints) -> Ints:
-        """Return the end positions of sequences in a step that skips the delayed ones.
-
-        If no other sequence would compute anything, they take part, and the step waits for their masks.
-        """
-        if not self._seqs and not self._parked:
-            return ends
-        self._seqs &= {seq for seq, guide in self._guides.items() if seq.row >= 0 and guide.is_waiting}
-        self._parked = {seq for seq in self._parked if seq.is_parked}
-        held = [i for i in range(len(ends)) if seqs[i] in self._seqs or seqs[i] in self._parked]
-        without = ends.copy()
-        without[held] = starts[held]
-        return without if (without > starts).any() else ends
 
 
 class LearnedTimes:
@@ -130,7 +95,8 @@ class Scheduler:
         self._limits = limits
         self._table = InputBatch(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._guides = self._table.guides
-        self._batch = RunningBatch(memory, self._table, limits.block_size)
+        beside = BesideBlocks(memory, self._table, limits.block_size, limits.max_num_batched_tokens)
+        self._batch = RunningBatch(memory, beside, self._table, limits.block_size)
         self._isolator, self._delayed = FaultIsolator(), DelayedRows(self._guides)
         self.drafts = Drafts() if drafts_of is None else drafts_of(self._batch, memory, limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
@@ -198,6 +164,8 @@ class Scheduler:
         self.background.add(choices)
         num_blocks = max(self._batch.num_blocks(len(seq.token_ids)) for seq in choices)
         group_size = max(1, min(self._limits.max_num_seqs, self._memory.device.num_total - num_blocks + 1))
+        if (most := self._batch.beside.max_group) is not None:
+            group_size = min(group_size, most)
         for first in range(0, len(choices), group_size):
             self.queues.add(choices[first : first + group_size])
 
@@ -277,18 +245,17 @@ class Scheduler:
         accepted, tokens, samples, poisoned = self.drafts.accept_drafts(step, tokens, late)
         outcome = StepOutcome(accepted.sampled_seqs, tokens.tolist(), samples)
         ending = self._progress.complete(accepted, tokens)
-        if (states := self._batch.states) is not None:
-            states.commit(step, outcome.failed)
+        self._batch.beside.commit(step, outcome.failed)
         for i in ending:
             seq = accepted.sampled_seqs[i]
             if seq.row >= 0:
                 self.remove(seq)
             if outcome.token_ids[i] == FAILED_TOKEN:
-                self._memory.uncache_unheld(seq.blocks)
+                self._batch.uncache_unheld(seq, seq.blocks)
             outcome.ended.add(seq)
         for seq in poisoned:
             self._preemptor.start_over(seq)
-        for seq in () if states is None else states.take_lost():
+        for seq in self._batch.beside.take_lost():
             self._preemptor.requeue(seq)
         if self._in_flight is step:
             self._in_flight = None
@@ -311,14 +278,13 @@ class Scheduler:
         self._in_flight = None
         self._memory.uncache(cached | copied)
         faulty = self._isolator.note_failed(step, for_memory=for_memory)
-        starts_over, states = self._progress.revert() or not for_memory, self._batch.states
-        if states is not None:
-            states.drop_submitted()
+        starts_over = self._progress.revert() or not for_memory
+        self._batch.beside.roll_back()
         for seq in self._batch.present[::-1]:
             if seq.row < 0:
                 continue  # It went with another beam of its search.
             is_intact = not starts_over and self._batch.is_intact(seq, cached, copied)
-            if is_intact and (states is None or not has_begun or states.is_intact(seq, step)):
+            if is_intact and self._batch.beside.is_intact(seq, step, has_begun=has_begun):
                 self._batch.uncache(seq)
             else:
                 self._preemptor.requeue(seq)
@@ -340,8 +306,7 @@ class Scheduler:
         self._in_flight = None
         self._memory.uncache_all()
         self._progress.revert()
-        if self._batch.states is not None:
-            self._batch.states.lose_all()
+        self._batch.beside.lose_all()
         for seq in self._batch.present[::-1]:
             if seq.row >= 0:
                 self._preemptor.requeue(seq)
@@ -363,8 +328,7 @@ class Scheduler:
         for seq, _, token_id in beams:
             seq.is_parked = False
             self._table.append_one(seq, token_id)
-            if self._batch.states is not None:
-                self._batch.states.continue_beam(seq)
+            self._batch.beside.continue_beam(seq)
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless queues, rows and blocks agree. O(blocks), for tests."""
@@ -449,8 +413,12 @@ class Scheduler:
         """Return whether enough blocks are free for all running sequences in a step."""
         rows, table = self._batch.rows, self._table
         ends = budget.ends(table, rows, table.num_tokens[rows])
-        lacking = np.maximum(ends - table.capacity[rows[: len(ends)]], 0)
-        return int((-(-lacking // self._limits.block_size)).sum()) <= self._memory.device.num_free
+        rows = rows[: len(ends)]
+        lacking = np.maximum(ends - table.capacity[rows], 0)
+        if int((-(-lacking // self._limits.block_size)).sum()) > self._memory.device.num_free:
+            return False
+        beside = self._batch.beside
+        return beside.is_empty or sum(beside.lacking(rows, ends).tolist()) <= beside.num_free
 
     def _schedule_running(self, budget: StepBudget, cached: list[int]) -> Ints:
         """Return the end position of each running sequence that gets tokens; sequences without any come after them."""
@@ -460,12 +428,20 @@ class Scheduler:
             num_wanted += table.num_drafted[rows]
         ends = budget.ends(table, rows, num_wanted)
         ends = self._delayed.cut(self.running, table.num_computed[rows[: len(ends)]], ends)
-        short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
+        short = self._short(rows[: len(ends)], ends)
         ends = self._allocate(short, ends) if short else ends
         rows = self._batch.rows[: len(ends)]
         known = ends if self._progress.assumed is None else table.num_known(rows, ends)
         self._batch.cache_filled_blocks(self.running, rows, known, cached)
         return ends
+
+    def _short(self, rows: Rows, ends: Ints) -> list[int]:
+        """Return the indices of the rows that lack blocks to compute up to `ends` tokens."""
+        is_short = ends > self._table.capacity[rows]
+        if not self._batch.beside.is_empty:
+            is_short |= self._batch.beside.lacking(rows, ends) > 0
+        found: list[int] = is_short.nonzero()[0].tolist()
+        return found
 
     def _allocate(self, short: list[int], ends: Ints) -> Ints:
         """Allocate blocks for the running sequences at the indices `short`; return the ends of those that still run."""
@@ -473,7 +449,9 @@ class Scheduler:
         num_running = len(self.running)
         for i in short:
             if seqs[i].row >= 0:
-                self._preemptor.grow(seqs[i], self._batch.num_blocks(int(ends[i])) - len(seqs[i].blocks))
+                self._preemptor.grow(seqs[i], max(0, self._batch.num_blocks(int(ends[i])) - len(seqs[i].blocks)))
+            if seqs[i].row >= 0:
+                ends[i] = self._preemptor.widen(seqs[i], int(ends[i]))
         kept: Ints = ends[np.array([seq.row >= 0 for seq in seqs])]
         return ends if len(self.running) == num_running else kept
 
@@ -496,5 +474,4 @@ class Scheduler:
         step = step_of(
             self.running[:num], rows, starts, ends, num_tokens, cached_blocks=cached, copies=self._memory.take_copies()
         )
-        states = self._batch.states
-        return step if states is None else replace(step, states=states.plan(step))
+        return self._batch.beside.plan(step)

@@ -22,6 +22,7 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.stored_kinds import ReadScaled, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, weight_files
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
+from penstock.gpu_node.model.checkpoint.window_blocks import WindowedTokens, divide_blocks
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.kernels.cpu.probe import available_bytes
@@ -91,8 +92,12 @@ class Description:
             tensors.layer(last)
 
 
-def cache_sizes(max_model_len: int, options: RunnerOptions, token_bytes: int) -> CacheSizes:
+def cache_sizes(
+    max_model_len: int, options: RunnerOptions, token_bytes: int, windowed: WindowedTokens | None = None
+) -> CacheSizes:
     """Return the number of KV blocks of a CPU runner; `token_bytes` is the size of one token over all layers.
+
+    windowed: the part of layers with windows, where the runner can keep them apart.
 
     Raises ConfigError if kv_cache_gib does not hold one block, and for options that only the GPU runner supports.
     """
@@ -101,6 +106,13 @@ def cache_sizes(max_model_len: int, options: RunnerOptions, token_bytes: int) ->
     if options.cpu_offload_gib:
         raise ConfigError("cpu_offload_gib needs a GPU; on the CPU, all weights are in host memory already")
     block_bytes, kv_cache_gib = token_bytes * options.block_size, options.kv_cache_gib or DEFAULT_KV_CACHE_GIB
+    if windowed is not None:
+        whole, num_bytes = token_bytes - windowed.token_bytes, int(kv_cache_gib * 2**30)
+        divided = divide_blocks(windowed, max_model_len, options, whole_token_bytes=whole, num_bytes=num_bytes)
+        if divided is not None:
+            block_bytes = whole * options.block_size
+            num_swapped = num_host_blocks(options, block_bytes, divided.num_whole)
+            return CacheSizes(divided.num_whole, num_swapped, block_bytes, divided.windows)
     num_device_blocks = options.wanted_blocks
     if num_device_blocks is None:
         affordable = int(kv_cache_gib * 2**30) // max(1, block_bytes)

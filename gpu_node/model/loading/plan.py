@@ -31,7 +31,7 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.loading.load import FoundModel, special_features
 from penstock.gpu_node.model.native.load import native_problem
 from penstock.gpu_node.model.native.packing import packed_bytes, runs_of
-from penstock.gpu_node.model.native.shapes import is_rotated, kv_head_bytes
+from penstock.gpu_node.model.native.shapes import is_rotated, kv_head_bytes, windowed_tokens_of
 from penstock.gpu_node.model.options import DEFAULT_KV_CACHE_GIB, RunnerOptions
 from penstock.gpu_node.model.plan_records import Devices, ModelPlan, ShapeFit
 from penstock.gpu_node.model.protocol import MatrixName
@@ -284,6 +284,7 @@ def plan_model(
     if devices.kind == "gpu":
         left = _gpu_limit(options, devices) - sizes.weight_bytes
     states = fit_states(options, state_bytes(spec), lambda: token_bytes * options.block_size, free_on_gpu=left)
+    windowed = windowed_tokens_of(spec, options) if runner == "native" else None
     fits = [
         _fit(described, options, sizes, devices, Parallel(tensor, pipeline), replicas, states)
         for tensor, pipeline, replicas in shapes
@@ -307,6 +308,8 @@ def plan_model(
         state_slots=states.num_slots,
         max_num_seqs=states.max_num_seqs,
         shapes=tuple(fits),
+        window=windowed.window if windowed is not None and any(shape.window_bytes for shape in fits) else 0,
+        window_token_bytes=0 if windowed is None else windowed.token_bytes,
     )
 
 
@@ -343,11 +346,13 @@ def _fit(
     try:
         if is_gpu:
             tokens = _gpu_tokens(described.spec, options, sizes, devices, ranks, parallel.tensor, states.num_bytes)
+            most_kv, of_windows = max(rank.kv_token_bytes for rank in ranks) * tokens, 0
         else:
-            tokens = _cpu_tokens(described, options, sizes, devices, ranks, parallel, replicas, states.num_bytes)
+            on_cpu = described, options, sizes, devices, ranks, parallel, replicas, states.num_bytes
+            tokens, most_kv, of_windows = _cpu_tokens(*on_cpu)
     except ConfigError as error:
         return ShapeFit(*counts, problem=error.message, weight_bytes=most)
-    return ShapeFit(*counts, "", most, max(rank.kv_token_bytes for rank in ranks) * tokens, tokens)
+    return ShapeFit(*counts, "", most, most_kv, tokens, of_windows)
 
 
 def _ranks_of(spec: ModelSpec, sizes: ModelSizes, parallel: Parallel) -> list[_Rank]:
@@ -421,13 +426,23 @@ def _cpu_tokens(
     parallel: Parallel,
     replicas: int,
     bytes_of_states: int,
-) -> int:
-    """Return the tokens of KV cache of a replica. Raises ConfigError if a rank's memory does not hold its part."""
+) -> tuple[int, int, int]:
+    """Return the tokens of KV cache of a replica, the bytes of its largest rank, and those of windows among them.
+
+    Raises ConfigError if a rank's memory does not hold its part.
+    """
     spec = described.spec
     total = sizes.kv_token_bytes(spec, range(spec.num_layers))
-    own = options.model_copy(update={"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas})
-    num_tokens = cache_sizes(described.max_model_len, own, total).num_device_blocks * options.block_size
-    kv_bytes = sum(rank.kv_token_bytes for rank in ranks) * num_tokens
+    changes = {"kv_cache_gib": options.kv_cache_gib or DEFAULT_KV_CACHE_GIB / replicas}
+    own = options.model_copy(update=changes | {"tensor_parallel_size": parallel.tensor})
+    windowed = windowed_tokens_of(spec, own) if sizes.runner == "native" else None
+    blocks = cache_sizes(described.max_model_len, own, total, windowed)
+    num_tokens, of_windows = blocks.num_device_blocks * options.block_size, blocks.windows.num_bytes
+    # Only the largest rank of several has less than all layers keep, and then windows have no blocks of their own.
+    most = blocks.num_device_blocks * blocks.block_bytes + of_windows
+    if parallel.num_ranks > 1:
+        most = max(rank.kv_token_bytes for rank in ranks) * num_tokens
+    kv_bytes = most if parallel.num_ranks == 1 else sum(rank.kv_token_bytes for rank in ranks) * num_tokens
     if devices.rank_bytes is not None:
         # Stages are for other runners, so there is one.
         weights, has, whose = ranks[0].weight_bytes, devices.rank_bytes, "a rank's"
@@ -443,4 +458,4 @@ def _cpu_tokens(
         remedy = f"; a smaller kv_cache_gib{smaller} would fit" if weights < has else ""
         reason = f"{whose} weights take {takes} and KV cache {beside}{of_states}, more than {limit} of memory"
         raise ConfigError(f"{reason}{remedy}")
-    return num_tokens
+    return num_tokens, most, of_windows

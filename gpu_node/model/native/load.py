@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import state_bytes
-from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.library import AdapterLibrary
@@ -31,9 +31,11 @@ from penstock.gpu_node.model.native.ranks import (
 )
 from penstock.gpu_node.model.native.runner import NativeRunner, TokenRows
 from penstock.gpu_node.model.native.shapes import (
+    CHUNK_TOKENS,
     KV_FORMATS,
     PAGE_TOKENS,
     NativeUnavailableError,
+    cache_sizes_of,
     check_sizes,
     shapes_of,
     token_bytes_of,
@@ -74,12 +76,12 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     check_isa(options)
     isa, library = kernels_for(options.cpu_isa, progress)
     spec, kv_format = described.spec, KV_FORMATS[options.kv_cache_dtype]
-    sizes = cache_sizes(described.max_model_len, options, token_bytes_of(spec, options.kv_cache_dtype, RankPlace()))
+    sizes = cache_sizes_of(described, options)
     threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     place = RankPlace(0, options.tensor_parallel_size)
     if place.size > 1:
         check_size(place.size, spec, threads)
-    shapes = shapes_of(described, options, sizes.num_blocks, kv_format, place)
+    shapes = shapes_of(described, options, sizes.num_blocks, kv_format, place, sizes.windows)
     model, placement = new_model(library, shapes, place, threads)
     quantization, rotated = options.quantization, bool(shapes.spec.hadamard_rotation)
     if quantization == "int8" and not rotated:
@@ -101,7 +103,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     arithmetic = arithmetic_of(isa, formats, kv_format, rotated=rotated)
     if options.kv_cache_dtype == "fp8":
         log.warning("the KV cache is int8: fp8 needs a GPU", extra={"arithmetic": arithmetic})
-    facts = {"arithmetic": arithmetic, "num_threads": threads}
+    facts = {"arithmetic": arithmetic, "num_threads": threads, "num_window_blocks": sizes.windows.num_blocks}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
@@ -218,15 +220,11 @@ def new_model(
     return model, placement
 
 
-_CHUNK_TOKENS = 64
-"""kChunk of src/attention/attention.h."""
-
-
 def set_positions(model: NativeModel, described: Description) -> None:
     """Set the RoPE angles, the factors of queries and the ALiBi score biases by position."""
     biased = described.spec.biased_attention
     if biased is not None:
-        num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
+        num_positions = -(-described.max_model_len // CHUNK_TOKENS) * CHUNK_TOKENS
         model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(biased, num_positions))
     for i, growth in enumerate(described.spec.query_growths):
         model.set_vector(Vector.QUERY_FACTORS, i, query_factors(growth, described.max_model_len))

@@ -117,6 +117,16 @@ def state_fields(plan: StepPlan) -> dict[str, int | None]:
     return {"state_reads": reads, "state_writes": writes, "state_saves": saves, "num_saves": len(states.saves)}
 
 
+def window_fields(plan: StepPlan) -> dict[str, int | None]:
+    """Return the fields of a NativePlan for the blocks of windows. Their tables are as wide as the plan's."""
+    if (windows := plan.windows) is None:
+        return {}
+    if windows.block_tables.strides != plan.block_tables.strides:
+        raise InvariantError("the tables of windows are not as wide as the others")
+    tables, copies = addresses(windows.block_tables, windows.copies)
+    return {"window_tables": tables, "window_copies": copies, "num_window_copies": len(windows.copies)}
+
+
 Table: TypeAlias = NDArray[Any] | None
 NOTHING_RAGGED: tuple[Table, ...] = (None,) * 10
 
@@ -259,6 +269,7 @@ class NativeRunner:
             **wanted_logprobs(plan, outputs),
             **wanted_hidden(plan, outputs),
             **state_fields(plan),
+            **window_fields(plan),
             token_inputs=addresses(own)[0],
         )
         self._start(plan, native)
@@ -275,7 +286,7 @@ class NativeRunner:
         rest = *addresses(plan.adapters), len(plan.copies), *addresses(plan.copies)
         fields = step_fields(plan, self._sampling.of(plan.sampling))
         own = self._own_inputs(plan)
-        more = state_fields(plan) | {"token_inputs": addresses(own)[0]}
+        more = state_fields(plan) | window_fields(plan) | {"token_inputs": addresses(own)[0]}
         native = NativePlan(*fields, *NOTHING_RAGGED, *rest, *addresses(None, logits, times_ms), **more)
         self._start(plan, native, returns_logits=True)
         self._wait()
@@ -295,6 +306,8 @@ class NativeRunner:
     def _start(self, plan: StepPlan, native: NativePlan, *, returns_logits: bool = False) -> None:
         if self._states.num_slots and plan.states is None:
             raise InvariantError("a step of a model with recurrent layers names no states")
+        if self._sizes.windows.num_blocks and plan.windows is None:
+            raise InvariantError("a step of a model whose windows have blocks of their own names none of these")
         self._use_packed()
         self._started_s = time.monotonic()
         if self._ranks is not None:

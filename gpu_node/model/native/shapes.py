@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from penstock.gpu_node.model.architecture.rank_part import kv_head_spans
 from penstock.gpu_node.model.architecture.recurrent import LANES, DeltaRule, Recurrence, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec
-from penstock.gpu_node.model.checkpoint.description import Description, state_slots_of
+from penstock.gpu_node.model.architecture.windows import largest_window, windowed_layers
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, state_slots_of
+from penstock.gpu_node.model.checkpoint.window_blocks import WindowedTokens
 from penstock.gpu_node.model.native.ranks import RankPlace
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import NO_WINDOWS, CacheSizes, WindowSizes
 from penstock.kernels.cpu.library import Activation
 from penstock.kernels.cpu.structs import PANEL, KvFormat, NativeLayer, NativeShapes, NativeSpec
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 512
+CHUNK_TOKENS = 64
+"""kChunk of src/attention/attention.h: a token reads whole chunks from that on in which its window begins."""
 _STATE_COLUMNS = 32
 """kStateColumns of src/model/recurrent_stage.h."""
 _KEY_GROUP = 32
@@ -92,13 +99,33 @@ def kv_head_bytes(attention: Attention, kv_cache_dtype: str) -> int:
     return 2 * head_dim + 4 * (1 + -(-head_dim // _KEY_GROUP))
 
 
-def token_bytes_of(spec: ModelSpec, kv_cache_dtype: str, place: RankPlace) -> int:
-    """Return the bytes of the keys and values of one token in a rank's cache."""
+def token_bytes_of(
+    spec: ModelSpec, kv_cache_dtype: str, place: RankPlace, layers: Collection[int] | None = None
+) -> int:
+    """Return the bytes of the keys and values of one token in a rank's cache, in all layers or some."""
     return sum(
         len(kv_head_spans(own, place.size)[place.rank]) * kv_head_bytes(own, kv_cache_dtype)
-        for layer in spec.layers
-        if (own := layer.own_keys) is not None
+        for at, layer in enumerate(spec.layers)
+        if (own := layer.own_keys) is not None and (layers is None or at in layers)
     )
+
+
+def windowed_tokens_of(spec: ModelSpec, options: RunnerOptions) -> WindowedTokens | None:
+    """Return what the kernels keep of each token in layers with windows, if they keep these apart.
+
+    The ranks of a group do not: the steps that they are handed have one block table.
+    """
+    layers = windowed_layers(spec)
+    if not layers or options.tensor_parallel_size > 1:
+        return None
+    token_bytes = token_bytes_of(spec, options.kv_cache_dtype, RankPlace(), layers)
+    return WindowedTokens(token_bytes, largest_window(spec), CHUNK_TOKENS)
+
+
+def cache_sizes_of(described: Description, options: RunnerOptions) -> CacheSizes:
+    """Return the numbers and sizes of the KV blocks. Raises as `cache_sizes`."""
+    token_bytes = token_bytes_of(described.spec, options.kv_cache_dtype, RankPlace())
+    return cache_sizes(described.max_model_len, options, token_bytes, windowed_tokens_of(described.spec, options))
 
 
 _FACTORS = (
@@ -108,9 +135,14 @@ _FACTORS = (
 
 
 def shapes_of(
-    described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat, place: RankPlace
+    described: Description,
+    options: RunnerOptions,
+    num_blocks: int,
+    kv_format: KvFormat,
+    place: RankPlace,
+    windows: WindowSizes = NO_WINDOWS,
 ) -> NativeShapes:
-    """Return the shapes of a rank's model with a KV cache of some blocks."""
+    """Return the shapes of a rank's model with a KV cache of some blocks. windows: those of layers with windows."""
     spec, encoder = described.spec, described.spec.encoder
     native = NativeSpec(
         num_layers=spec.num_layers,
@@ -135,12 +167,16 @@ def shapes_of(
         is_encoder=encoder is not None,
         has_final_norm=encoder is None or encoder.has_final_norm,
         has_embedding_norm=encoder is not None and encoder.embedding_norm is not None,
+        num_window_blocks=windows.num_blocks and windows.num_blocks + 1,
     )
     if (inputs := spec.token_inputs) is not None:
         native.token_size = inputs.size
         native.token_scale, native.token_projection_scale = inputs.scale, inputs.projection_scale
     kinds = {layer: _native_layer(layer, spec) for layer in spec.kinds}
-    return NativeShapes(native, (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers)))
+    layers = (NativeLayer * spec.num_layers)(*(kinds[layer] for layer in spec.layers))
+    for at in windowed_layers(spec) if windows.num_blocks else ():
+        layers[at].is_windowed = True
+    return NativeShapes(native, layers)
 
 
 def _native_layer(layer: LayerSpec, spec: ModelSpec) -> NativeLayer:

@@ -71,6 +71,15 @@ class EngineLoad:
     """Snapshots that gave way to other states."""
     state_missed_tokens: int = 0
     """Tokens with cached blocks that were computed again, because no snapshot stood at their end."""
+    window_blocks_total: int = 0
+    """KV blocks of layers with windows, where these have blocks of their own; `kv_blocks_total` then has the others."""
+    window_blocks_free: int = 0
+    """Those that no sequence holds, cached ones included."""
+    window_blocks_cached: int = 0
+    window_evictions: int = 0
+    """Cached ones that gave way to other windows."""
+    window_missed_tokens: int = 0
+    """Tokens with cached blocks that were computed again, because no cached window stood at their end."""
     drafted_tokens: int = 0
     """Drafted tokens that were computed."""
     accepted_tokens: int = 0

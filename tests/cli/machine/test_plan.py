@@ -55,6 +55,17 @@ def test_states_of_recurrent_layers_have_a_line() -> None:
     )
 
 
+def test_layers_with_windows_have_a_line() -> None:
+    sizes = {"weight_bytes": 1 << 30, "kv_token_bytes": 26 << 10, "state_bytes": 0, "state_slots": 0}
+    numbers = {"max_model_len": 4096, "layers": 26, "heads": 4, "kv_heads": 1, "max_num_seqs": 64}
+    windows, shapes = {"window": 512, "window_token_bytes": 22 << 10}, (ShapeFit(1, 1, 1),)
+    found = ModelPlan("m", "native", "bfloat16", "auto", "bfloat16", **numbers, **sizes, shapes=shapes, **windows)
+    assert list(plan.lines_of(found))[2] == (
+        "layers with windows keep 22.0 KiB of this for the last 512 tokens, 11.00 MiB per sequence; the other layers "
+        "keep 4.0 KiB of each token"
+    )
+
+
 def test_what_does_not_fit_or_divide_is_an_exit_code() -> None:
     demo_gguf = demo_model()
     status, said, _ = planned(str(demo_gguf), "--devices", "2", "--memory", "4", "--tensor-parallel-size", "2")

@@ -110,6 +110,7 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
         *("num_ranks", "num_rank_losses", "stage_idle", "rank_exchange_ms", "rank_wait_ms"),
         *("rank_weight_bytes", "rank_kv_bytes"),
         *("state_slots_total", "state_slots_free", "state_snapshots", "state_hits", "state_evictions"),
+        *("window_blocks_total", "window_blocks_free", "window_blocks_cached", "window_evictions"),
         *("prefix_hit_rate", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"),
     }
     assert (node["state"], node["num_running"]) == ("ok", 3)
@@ -214,6 +215,17 @@ async def test_state_slots_are_shown(redis: Redis) -> None:
     console.print(screen_of(await TopReader(ActivityBroker(redis), ProducerBroker(redis)).read(), console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "n1: 12 of 128 state slots held · 20 snapshots, 2 evicted · 35 hits" in text
+
+
+async def test_blocks_of_windows_are_shown(redis: Redis) -> None:
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    blocks = {"window_blocks_total": 2208, "window_blocks_free": 2100, "window_blocks_cached": 70}
+    await node.broker.heartbeat(NodePressure("n1", **blocks, window_evictions=9), free=10, answered_call=0, held=None)
+    console = Console(width=120, file=StringIO())
+    console.print(screen_of(await TopReader(ActivityBroker(redis), ProducerBroker(redis)).read(), console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "n1: 108 of 2,208 blocks of windows held · 70 cached, 9 evicted" in text
 
 
 async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:

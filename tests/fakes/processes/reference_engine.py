@@ -207,6 +207,7 @@ class ReferenceEngine:
         self.pairs = None
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
+        self.window_tokens: tuple[int, int] | None = None
         self.revision = revision
         self.leaves_core_free = leaves_core_free
         self.background_due = False

@@ -22,13 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens, in_turns
 from penstock.gpu_node.engine.sequence import Sequence, block_hash
 from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, NO_WINDOWS, StepPlan, WindowSizes
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 picks = st.integers(0, 1000)
 COMMON_EVENTS = ("swap", "resume", "out", "in", "fork", "shared", "ahead", "awaited")
 RARE_EVENTS = ("in place", "failure", "no memory", "overshot", "kept state", "lost state", "eviction", "late")
 STATE_EVENTS = ("snapshot hit", "save", "other slot", "beams")
+WINDOW_EVENTS = ("window hit", "window missed", "behind window", "window copy")
 """Few random examples may miss these."""
 
 
@@ -77,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache, self.slots = LabelledCache(), LabelledSlots()
+        self.windows = LabelledCache()
         self.guides: dict[Sequence, UncertainGuide] = {}
         self.searches: list[Beams] = []
         self.texts: dict[Sequence, list[int]] = {}
@@ -95,6 +97,9 @@ class EngineMachine(RuleBasedStateMachine):
         in_turns=st.booleans(),
         max_in_flight=st.integers(1, 2),
         num_slots=st.sampled_from((12, 12, 0, 13, 18)),
+        window=st.sampled_from((0, 0, 1, 3, 6, 11)),
+        alignment=st.sampled_from((1, 4, 8)),
+        spare_windows=st.integers(0, 16),
     )
     def start(
         self,
@@ -108,7 +113,16 @@ class EngineMachine(RuleBasedStateMachine):
         in_turns: bool,
         max_in_flight: int,
         num_slots: int,
+        window: int = 0,
+        alignment: int = 1,
+        spare_windows: int = 0,
     ) -> None:
+        windows = NO_WINDOWS
+        if window:
+            self.window_each = WindowSizes(1, 1, window, alignment).most_held(BLOCK_SIZE) + 1
+            windows = WindowSizes(self.window_each + spare_windows, 1, window, alignment)
+        self.has_windows = window > 0
+        self.windows = LabelledCache(windows)
         self.budget, self.max_in_flight = budget, max_in_flight
         self.whim.takes_turns = in_turns
         self.scheduler, self.memory = new_scheduler(
@@ -121,7 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             policy=None if in_order else self.whim,
             num_slots=num_slots,
+            windows=windows,
         )
+        self.num_windows = windows.num_blocks
         self.has_states = num_slots > 0
         self.num_blocks, self.room = num_blocks, (num_blocks + num_host_blocks) * BLOCK_SIZE
 
@@ -154,6 +170,8 @@ class EngineMachine(RuleBasedStateMachine):
     def search(self, num_prompt: int, num_output: int, width: int) -> None:
         """Add a beam search whose beams fit even if they share no output."""
         num_output = min(num_output, (self.num_blocks - num_prompt // BLOCK_SIZE) // width * BLOCK_SIZE - 3)
+        if self.has_windows and width * self.window_each > self.num_windows:
+            num_output = min(num_output, ((self.num_windows - self.window_each) // width - 1) * BLOCK_SIZE)
         if num_output < 1:
             return
         name, self.num_added = str(self.num_added), self.num_added + 1
@@ -191,6 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         plan = check_plan(self.scheduler, step, self.budget)
         assert (plan.states is not None) == self.has_states
+        assert (plan.windows is not None) == self.has_windows
         if not self.flights:
             self._run(step, plan)
         self.flights.append((step, plan))
@@ -205,12 +224,19 @@ class EngineMachine(RuleBasedStateMachine):
         if plan.states is not None:
             self.seen["save"] += len(plan.states.saves)
             self.seen["other slot"] += int(((plan.states.reads != plan.states.writes) & (step.starts > 0)).sum())
+        if plan.windows is not None:
+            hits = [0 < start == seq.cached_tokens for seq, start in zip(step.seqs, step.starts.tolist(), strict=True)]
+            self.seen["window hit"] += sum(hits)
+            self.seen["behind window"] += int((plan.windows.block_tables[:, 0] == 0).sum())
+            self.seen["window copy"] += len(plan.windows.copies)
         self.seen["in place"] += not all(self.memory.is_on_device(block) for seq in step.seqs for block in seq.blocks)
 
     def _run(self, step: Step, plan: StepPlan) -> None:
         self.cache.run(self.scheduler, step, plan)
         if self.has_states:
             self.slots.run(self.scheduler, step, plan)
+        if self.has_windows:
+            self.windows.run(self.scheduler, step, plan)
 
     @precondition(lambda self: self.texts)
     @rule(num_steps=st.integers(1, 3), is_late=st.booleans())
@@ -248,6 +274,8 @@ class EngineMachine(RuleBasedStateMachine):
         for flight in self.flights:
             if has_begun:
                 self.cache.fail(*flight, for_memory=for_memory)
+            if has_begun and self.has_windows:
+                self.windows.fail(*flight, for_memory=for_memory)
             if has_begun and self.has_states:
                 self.slots.fail(flight[1])
         if not has_begun:
@@ -348,6 +376,10 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.flights and not self.texts:
                 break
         assert not self.texts and self.memory.num_held == 0
+        if (windows := self.memory.windows) is not None:
+            assert windows.pool.num_free == windows.pool.num_total
+            self.seen["window missed"] += windows.missed_tokens
+            self.seen["window eviction"] += windows.pool.num_evictions
         if (states := self.memory.states) is not None:
             assert states.num_free == states.num_slots
             self.seen["snapshot hit"] += states.num_hits
@@ -365,7 +397,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
 @pytest.mark.timeout(3600 if FULL else 300)
 def test_any_load_is_served_in_full_and_every_sequence_reads_its_own_blocks() -> None:
     examples, steps = (2500, 50) if FULL else (60, 40)
-    events = (*COMMON_EVENTS, *STATE_EVENTS, *(RARE_EVENTS if FULL else ()))
+    events = (*COMMON_EVENTS, *STATE_EVENTS, *WINDOW_EVENTS, *(RARE_EVENTS if FULL else ()))
     for _ in range(4):  # the random examples of one turn may miss an event
         stateful.run_state_machine_as_test(
             EngineMachine,

@@ -243,6 +243,7 @@ class NodeView {
       node.num_held_back ? `${number(node.num_held_back)} of them held back for chats` : "",
       `step ${duration(node.step_ms_p50)}`,
       node.state_slots_total ? `${number(node.state_slots_total - node.state_slots_free)} of ${count(node.state_slots_total, "state slot")} held, ${count(node.state_snapshots, "snapshot")}, ${count(node.state_hits, "hit")}, ${number(node.state_evictions)} evicted` : "",
+      node.window_blocks_total ? `${number(node.window_blocks_total - node.window_blocks_free)} of ${count(node.window_blocks_total, "block")} of windows held, ${number(node.window_blocks_cached)} cached, ${number(node.window_evictions)} evicted` : "",
       node.prefix_hit_rate === null ? "" : `${percent(node.prefix_hit_rate)} of prompt tokens from the cache in the last minute`,
       node.page_utilization === null ? "" : `${percent(node.page_utilization)} of the held KV slots store a token, ` +
         `${percent(1 - node.page_utilization)} is fragmentation`,

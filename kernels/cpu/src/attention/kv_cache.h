@@ -1,7 +1,8 @@
-// Keys and values of all layers, paged, in the order in which the dot-product instructions read them.
+// Keys and values of layers, paged, in the order in which the dot-product instructions read them. A model whose layers
+// with windows have blocks of their own has a second cache for these.
 //
-// A block is one run of memory with the same tokens of every layer: [layers][pages][heads] cells. Heads and cells may
-// differ between layers. A page is 16 tokens.
+// A block is one run of memory with the same tokens of each of its layers: [layers][pages][heads] cells. Heads and
+// cells may differ between layers. A page is 16 tokens.
 //
 //   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2];
 //   f16    keys [head_dim][16 tokens], values [16 tokens][head_dim];

@@ -59,13 +59,14 @@ struct AttentionStage::RowInputs {
 };
 
 AttentionStage::AttentionStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
-                               const PositionTables& positions, const KvCache& cache, const Step& step,
-                               const StepBuffers& buffers, int last_keeper)
+                               const PositionTables& positions, const KvCache& cache, const KvCache& windows,
+                               const Step& step, const StepBuffers& buffers, int last_keeper)
     : spec_(spec),
       group_(group),
       biases_stride_(round_up(spec.max_position, kChunk)),
       positions_(positions),
       cache_(cache),
+      windows_(windows),
       step_(step),
       buffers_(buffers),
       last_keeper_(last_keeper) {
@@ -170,13 +171,13 @@ void AttentionStage::attend(Worker& worker, const Layer& layer) const {
   }
   if (has_keys && !heads.plan.stores_with_tiles) store_all(worker, layer);
   if (heads.plan.splits_spans) return attend_by_span(worker, layer);
-  const KvLayer& cache = cache_.layer(layer.index);
+  const KvLayer& cache = cells_of(layer);
   const int end = heads.num_items();
   worker.for_each(end, [&](int i) {
     if (has_keys && heads.plan.stores_with_tiles) {
       const auto [token, head] = item(heads, i);
       store_key_value(layer, token, head);
-      if (i + 1 < end) cache.fetch(slot_of(item(heads, i + 1).tile), item(heads, i + 1).head);
+      if (i + 1 < end) cache.fetch(slot_of(layer, item(heads, i + 1).tile), item(heads, i + 1).head);
     }
     attend_tile(layer, i);
   });
@@ -184,13 +185,13 @@ void AttentionStage::attend(Worker& worker, const Layer& layer) const {
 
 void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
   const Heads& heads = heads_of(layer);
-  const KvLayer& cache = cache_.layer(layer.index);
+  const KvLayer& cache = cells_of(layer);
   const std::vector<int>& runs = heads.plan.store_runs;
   const int count = (int)runs.size() - 1, end = count * heads.count;
   worker.for_each(end, [&](int i) {
     const auto [run, head] = item_of(heads, i, count);
     const Item later = item_of(heads, std::min(i + kStoresAhead, end - 1), count);
-    cache.fetch(slot_of(runs[later.tile]), later.head);
+    cache.fetch(slot_of(layer, runs[later.tile]), later.head);
     for (int token = runs[run]; token < runs[run + 1]; ++token) store_key_value(layer, token, head);
   });
 }
@@ -201,8 +202,8 @@ void AttentionStage::store_key_value(const Layer& layer, int token, int head) co
   const float* keys = buffers_.qkv.row(token) + layer.spec.query_rows();
   const int own = heads_of(layer).first + head;
   prepare_head(layer, keys + own * dim, layer.k_norm, step_.plan.positions[token], key);
-  const int slot = slot_of(token);
-  const KvLayer& cache = cache_.layer(layer.index);
+  const int slot = slot_of(layer, token);
+  const KvLayer& cache = cells_of(layer);
   const float* value = keys + (layer.spec.num_kv_heads + own) * dim;
   alignas(64) float normed[kMaxHeadDim];
   if (layer.spec.has_value_norm) {
@@ -232,10 +233,11 @@ void AttentionStage::prepare_head(const Layer& layer, const float* x, const Buff
   if ((KvFormat)spec_.kv_format == KvFormat::kInt8) heads_of(layer).rotation.apply(out, out);
 }
 
-// The slot of a token's key and value in the cache.
-int AttentionStage::slot_of(int token) const {
+// The slot of a token's key and value in the cache of a layer.
+int AttentionStage::slot_of(const Layer& layer, int token) const {
   const int position = step_.plan.positions[token];
-  const int block = step_.block_table(step_.seq_of_token[token])[position / spec_.block_size];
+  const int32_t* blocks = step_.block_table(step_.seq_of_token[token], layer.spec.is_windowed);
+  const int block = blocks[position / spec_.block_size];
   return block * spec_.block_size + position % spec_.block_size;
 }
 
@@ -259,13 +261,13 @@ void AttentionStage::attend_tile(const Layer& layer, int i) const {
     const Item next = item(heads, i + 1);
     rows.next = context_of(heads.plan.tiles[next.tile], layer, next.head);
   }
-  penstock::attend(cache_.layer(layer.keys_of()), rows, context_of(tile, layer, own.head).tokens, states);
+  penstock::attend(cells_of(layer), rows, context_of(tile, layer, own.head).tokens, states);
   write_rows(layer, tile, own.head, states);
 }
 
 void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
   const Heads& heads = heads_of(layer);
-  const KvLayer& cache = cache_.layer(layer.keys_of());
+  const KvLayer& cache = cells_of(layer);
   const std::vector<QueryTile>& tiles = heads.plan.tiles;
   const std::vector<int>& starts = heads.plan.span_starts;
   const auto partial = [&](int span, int head) {
@@ -300,7 +302,7 @@ Context AttentionStage::context_of(const QueryTile& tile, const Layer& layer, in
             last_token = token_of(heads_of(layer), tile, tile.rows - 1);
   const int first_chunk = first_seen(step_.plan.positions[first_token], layer) / kChunk * kChunk;
   const int end = spec_.is_encoder ? end_seen(step_.plan.positions[last_token], layer, tile.context) : tile.context;
-  return {step_.block_table(tile.seq), head, first_chunk, end};
+  return {step_.block_table(tile.seq, layer.spec.is_windowed), head, first_chunk, end};
 }
 
 QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const {

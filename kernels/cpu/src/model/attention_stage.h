@@ -13,8 +13,8 @@ namespace penstock {
 class AttentionStage {
  public:
   AttentionStage(const Spec& spec, const LayerSpec* layers, const Share& share, RankGroup& group,
-                 const PositionTables& positions, const KvCache& cache, const Step& step, const StepBuffers& buffers,
-                 int last_keeper);
+                 const PositionTables& positions, const KvCache& cache, const KvCache& windows, const Step& step,
+                 const StepBuffers& buffers, int last_keeper);
 
   // Plans the step, and reserves memory for it.
   void prepare(const Team& team);
@@ -43,6 +43,11 @@ class AttentionStage {
   };
   const Heads& heads_of(const Layer& layer) const { return heads_[heads_of_layer_[layer.index]]; }
 
+  // The keys and values that a layer reads: its own, or those of the layer that it names.
+  const KvLayer& cells_of(const Layer& layer) const {
+    return (layer.spec.is_windowed ? windows_ : cache_).layer(layer.keys_of());
+  }
+
   // An item is a tile and a key/value head. Those of a head follow one another if the team spans NUMA nodes.
   struct Item {
     int tile, head;
@@ -57,7 +62,7 @@ class AttentionStage {
   void store_key_value(const Layer& layer, int token, int head) const;
   void norm_all_heads(Worker& worker, const Layer& layer, const RowBuffer& unnormed) const;
   void prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position, float* out) const;
-  int slot_of(int token) const;
+  int slot_of(const Layer& layer, int token) const;
   bool begins_last_page(int token) const;
   // Whether a layer attends for a tile. Behind the last layer that keeps something, only head tokens matter.
   bool attends_for(const Layer& layer, int tile) const {
@@ -75,7 +80,7 @@ class AttentionStage {
   RankGroup& group_;
   const int biases_stride_;
   const PositionTables& positions_;
-  const KvCache& cache_;
+  const KvCache &cache_, &windows_;
   const Step& step_;
   const StepBuffers& buffers_;
   const int last_keeper_;            // the last layer with keys and values of its own, or with a state

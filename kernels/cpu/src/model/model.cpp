@@ -7,11 +7,13 @@ namespace penstock {
 
 namespace {
 
-std::vector<KvShape> kv_shapes_of(const Spec& spec, const LayerSpec* layers, const Share& share) {
+// What the layers with windows keep, or what the others do. The rest keeps nothing there.
+std::vector<KvShape> kv_shapes_of(const Spec& spec, const LayerSpec* layers, const Share& share, bool windowed) {
   std::vector<KvShape> shapes;
   for (int i = 0; i < spec.num_layers; ++i) {
-    shapes.push_back({(KvFormat)spec.kv_format, layers[i].has_keys() ? share.kv_heads(i).count() : 0,
-                      layers[i].head_dim, spec.block_size});
+    const bool keeps = layers[i].has_keys() && (layers[i].is_windowed != 0) == windowed;
+    shapes.push_back(
+        {(KvFormat)spec.kv_format, keeps ? share.kv_heads(i).count() : 0, layers[i].head_dim, spec.block_size});
   }
   return shapes;
 }
@@ -34,13 +36,14 @@ Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const i
       group_(spec.rank, spec.group_size()),
       team_(num_threads, cores),
       weights_(spec, layers),
-      cache_(kv_shapes_of(spec, layers, share_), spec.num_blocks, spec.is_encoder),
+      cache_(kv_shapes_of(spec, layers, share_, false), spec.num_blocks, spec.is_encoder),
+      windows_(kv_shapes_of(spec, layers, share_, true), spec.num_window_blocks),
       adapters_(spec.num_layers),
       buffers_(spec, layers),
       products_(step_.all_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       last_products_(step_.head_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       tokens_(spec_, weights_, step_, buffers_),
-      attention_(spec_, layers, share_, group_, weights_.positions, cache_, step_, buffers_, last_keeper_),
+      attention_(spec_, layers, share_, group_, weights_.positions, cache_, windows_, step_, buffers_, last_keeper_),
       recurrent_(spec_, layers, step_, buffers_),
       mlp_(group_, weights_, buffers_),
       experts_(spec_, layers, share_, group_, buffers_),
@@ -145,9 +148,8 @@ void Model::run(Worker& worker) {
 void Model::compute(Worker& worker) {
   const Plan& plan = step_.plan;
   const auto started = std::chrono::steady_clock::now();
-  if (plan.num_copies > 0) {
-    worker.for_each(cache_.num_slices(), [&](int i) { cache_.copy_slice(plan.copies, plan.num_copies, i); });
-  }
+  copy_blocks(worker, cache_, plan.copies, plan.num_copies);
+  copy_blocks(worker, windows_, plan.window_copies, plan.num_window_copies);
   const auto began = std::chrono::steady_clock::now();
   embed(worker);
   tokens_.project(worker);
@@ -168,6 +170,11 @@ void Model::compute(Worker& worker) {
     plan.times_ms[1] = milliseconds(std::chrono::steady_clock::now() - projected);
     plan.times_ms[2] = milliseconds(began - started);
   }
+}
+
+void Model::copy_blocks(Worker& worker, const KvCache& cache, const int32_t* copies, int count) const {
+  if (count == 0) return;
+  worker.for_each(cache.num_slices(), [&](int i) { cache.copy_slice(copies, count, i); });
 }
 
 void Model::embed(Worker& worker) {

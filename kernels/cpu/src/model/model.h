@@ -32,7 +32,9 @@ class Model {
   // Sets the NUMA node of each thread's core. No step may have run.
   void set_nodes(const int32_t* nodes) {
     team_.set_nodes(nodes);
-    if (team_.spans_nodes()) cache_.use_small_pages();
+    if (!team_.spans_nodes()) return;
+    cache_.use_small_pages();
+    windows_.use_small_pages();
   }
   DecoderWeights& weights() { return weights_; }
 
@@ -67,6 +69,7 @@ class Model {
   void place(Arena& arena);
   void prepare();
   void run(Worker& worker);
+  void copy_blocks(Worker& worker, const KvCache& cache, const int32_t* copies, int count) const;
   void embed(Worker& worker);
   void compute(Worker& worker);
   void run_layer(Worker& worker, const Layer& layer);
@@ -79,7 +82,7 @@ class Model {
   RankGroup group_;
   Team team_;
   DecoderWeights weights_;
-  const KvCache cache_;
+  const KvCache cache_, windows_;  // layers with windows are in the second one, if they have blocks of their own.
   Adapters adapters_;
   Step step_;
   StepBuffers buffers_;

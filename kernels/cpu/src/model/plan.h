@@ -49,6 +49,10 @@ struct Plan {
   // In and out: [num_tokens, layers * token_size]: the tokens' embeddings for each layer; null if there are none.
   float* token_inputs;
   const int32_t* token_types;  // of an encoder with embeddings of types: [num_tokens]
+  // Of a model whose layers with windows have blocks of their own. The tables are as wide as the others; entries behind
+  // a window are 0.
+  const int32_t *window_tables, *window_copies;
+  int32_t num_window_copies;
 };
 
 }  // namespace penstock

@@ -19,8 +19,10 @@ struct Step {
   void begin(const Plan& next);
   // The adapter slot of a token's sequence; -1 if it has none.
   int adapter_slot(int token) const { return plan.adapters ? plan.adapters[seq_of_token[token]] : -1; }
-  // The block table of a sequence.
-  const int32_t* block_table(int seq) const { return plan.block_tables + (size_t)seq * plan.block_table_stride; }
+  // The block table of a sequence: that of its window, or that of its whole text.
+  const int32_t* block_table(int seq, bool of_window) const {
+    return (of_window ? plan.window_tables : plan.block_tables) + (size_t)seq * plan.block_table_stride;
+  }
 };
 
 }  // namespace penstock

@@ -29,6 +29,7 @@ struct Spec {
   int32_t has_final_norm;      // behind the last layer
   int32_t has_embedding_norm;  // of the sum of a token's embeddings, before the first layer
   int32_t num_query_growths;   // tables of factors of queries by position; each layer has one of them or none.
+  int32_t num_window_blocks;   // of the layers with windows, if they have blocks of their own
 
   int group_size() const { return num_ranks > 1 ? num_ranks : 1; }
 };
@@ -80,6 +81,7 @@ struct LayerSpec {
   // Of each expert of a mixture beside the MLP, whose outputs are normed and added to the MLP's; 0: experts are the MLP.
   int32_t expert_intermediate;
   int32_t has_router_norm;  // whether the router reads the hidden state through a norm of its own
+  int32_t is_windowed;      // whether the keys and values that it reads are in the blocks of windows
 
   int all_experts() const { return num_experts + shared_experts; }
   bool has_mixture() const { return expert_intermediate > 0; }  // beside the MLP

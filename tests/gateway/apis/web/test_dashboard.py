@@ -214,6 +214,10 @@ async def keep_working(redis_url: str) -> None:
             state_snapshots=7,
             state_hits=5,
             state_evictions=1,
+            window_blocks_total=90,
+            window_blocks_free=70,
+            window_blocks_cached=15,
+            window_evictions=4,
             num_ranks=2,
             num_rank_losses=1,
             stage_idle=(0.25, 0.5),
@@ -259,7 +263,8 @@ def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, s
         expect(times.get_by_role("row", name="ITL")).to_have_text("Time between tokens (ITL)–––")
         expect(pool.locator(".node .load")).to_have_text(
             "3 jobs running · 2 of 16 sequences in the batch, 1 waiting · step 0 ms · 2 of 32 state slots held, "
-            "7 snapshots, 5 hits, 1 evicted · 75 % of prompt tokens from the cache in the last minute · "
+            "7 snapshots, 5 hits, 1 evicted · 20 of 90 blocks of windows held, 15 cached, 4 evicted · "
+            "75 % of prompt tokens from the cache in the last minute · "
             "75 % of the held KV slots store a token, 25 % is fragmentation · "
             "model 1,100 MiB · 5 preemptions, 4 by swap · 2 ranks, lost 1 time · stages idle 25 %, 50 % · "
             "a step exchanges for 1.5 ms and waits for 12 ms · weights by rank: 600 + 500 MiB · "

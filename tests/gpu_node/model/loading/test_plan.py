@@ -68,6 +68,21 @@ def planned(model: str, devices: Devices, shapes: list[tuple[int, int, int]], **
     return plan_model(found, chosen, devices, shapes)
 
 
+def test_the_plan_divides_the_memory_as_the_native_runner_does(tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path, "gemma3", "bfloat16")
+    options: dict[str, Any] = {"kv_cache_gib": 0.002, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+    options |= {"num_kv_blocks": None, "max_model_len": 4096}
+    found, given = found_with(folder, **NATIVE | options)
+    runner = load_found(found, given, lambda *_: None).runner
+    plan = planned(str(folder), Devices("cpu", 1, None, GIB), [(1, 1, 1), (2, 1, 1)], **NATIVE | options)
+    sizes, (fit, ranks) = runner.cache_sizes, plan.shapes
+    assert (fit.kv_tokens, fit.window_bytes) == (sizes.num_device_blocks * 16, sizes.windows.num_bytes)
+    assert fit.kv_bytes == sizes.num_device_blocks * sizes.block_bytes + sizes.windows.num_bytes <= 0.002 * GIB
+    assert sizes.windows.num_blocks == 3 * 7 + 4
+    assert plan.window == 32 and fit.kv_tokens > 0.002 * GIB / plan.kv_token_bytes
+    assert not ranks.window_bytes
+
+
 def gpus(count: int, gib: int) -> Devices:
     return Devices("gpu", count, gib * GIB)
 
