@@ -346,10 +346,12 @@ class JobPreparation:
             return self._pairs.encode(self._tokenizer, request.task, request.prompt, self._held_jobs.max_model_len - 1)
         if isinstance(request.task, TextTask) and (request.task.texts or request.task.kind not in DECODER_KINDS):
             raise UnsupportedKindError(f"this model generates text: it cannot {request.task.kind} texts together")
-        if isinstance(request.task, Embed) and (before := self._tokenizer.embedding_prompts.before(request.task)):
-            request = with_text_before(request, before)
-        if isinstance(request.task, Embed) and request.task.normalize is False:
-            raise RequestError("normalize: this model's embeddings have length 1", param="normalize")
+        if isinstance(task := request.task, Embed):
+            before = self._tokenizer.embedding_prompts.before(task)
+            if request.prompt is not None:  # Neither token ids nor a chat.
+                request = replace(request, prompt=before + request.prompt)
+            if task.normalize is False:
+                raise RequestError("normalize: this model's embeddings have length 1", param="normalize")
         max_tokens = self._held_jobs.max_model_len if request.params.truncate_prompt_tokens is None else None
         return _encode(self._tokenizer, request, job.taken.tenant, job.job_id, max_tokens)
 
@@ -437,11 +439,6 @@ class JobPreparation:
         else:
             log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.fail(job, Outcome("failed", "internal_error", "the engine failed at this job"))
-
-
-def with_text_before(request: Request, text: str) -> Request:
-    """Return a request with a text before its prompt, unless that is token ids or a chat."""
-    return request if request.prompt is None else replace(request, prompt=text + request.prompt)
 
 
 def _num_chars(request: Request) -> int:

@@ -45,7 +45,7 @@ class ExpertMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """How experts are chosen, as `kernels.reference.experts.choose_experts` does it."""
 
     per_token: int
@@ -254,7 +254,7 @@ def _sum_experts(
     tl.store(out + token * size + i, total, mask=i < size)
 
 
-def choose_experts(scores: Tensor, choice: Choice, slots: Tensor, gates: Tensor | None = None) -> Routes:
+def choose_experts(scores: Tensor, choice: ExpertChoice, slots: Tensor, gates: Tensor | None = None) -> Routes:
     """Choose the experts of tokens and sort the pairs by expert.
 
     scores: [tokens, experts], not those that every token has; slots: [tokens] int32, negative for padding tokens;

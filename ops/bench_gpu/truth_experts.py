@@ -12,7 +12,7 @@ from bench_gpu.verdict import Bound, judge, judge_equal, stored_bound
 from penstock.kernels.reference import experts as reference
 from penstock.kernels.triton.blocks import BLOCK_COLUMNS, multiply_blocks, quantize_blocks
 from penstock.kernels.triton.experts import (
-    Choice,
+    ExpertChoice,
     ExpertMatrices,
     Routes,
     choose_experts,
@@ -82,7 +82,7 @@ def check_blocks(sizes: Sizes, device: torch.device) -> Iterator[Row]:
 
 def _routed(rows: int, device: torch.device) -> Generator[Row, None, Routes]:
     scores, slots = torch.randn(rows, NUM_EXPERTS, device=device), torch.arange(rows, dtype=torch.int32, device=device)
-    routes = choose_experts(scores, Choice(PER_TOKEN, normalized=True), slots)
+    routes = choose_experts(scores, ExpertChoice(PER_TOKEN, normalized=True), slots)
     chosen, shares = reference.choose_experts(scores, PER_TOKEN, normalized=True)
     yield judge_equal(f"choose_experts, {rows} rows", routes.chosen.long(), chosen)
     yield judge(f"choose_experts, {rows} rows, shares", routes.shares, shares, Bound(1e-5, 1e-5))

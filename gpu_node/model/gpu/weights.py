@@ -19,7 +19,8 @@ from penstock.gpu_node.model.checkpoint.stored_layer import StoredLayer, StoredL
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.decoder import GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.experts import GpuExperts, MatrixLoader, mxfp4_experts, read_experts, stacked
+from penstock.gpu_node.model.gpu.expert_weights import MatrixLoader, mxfp4_experts, read_experts, stacked
+from penstock.gpu_node.model.gpu.experts import GpuExperts
 from penstock.gpu_node.model.gpu.linear import (
     SCALED,
     BlockLinear,

@@ -70,7 +70,7 @@ class ClockEngine:
     def __init__(self, step_s: float, num_busy: int = 0) -> None:
         self.tokenizer, self.texts, self.pairs = ClockTokenizer(), None, None
         self.max_model_len = 1 << 16
-        self.num_kv_tokens = 1 << 24
+        self.num_kv_tokens, self.window_tokens = 1 << 24, None
         self.revision = "clock"
         self.leaves_core_free = num_busy < len(os.sched_getaffinity(0))
         self.background_due = False

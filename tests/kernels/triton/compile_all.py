@@ -32,7 +32,7 @@ from penstock.kernels.triton.blocks import multiply_blocks, quantize_blocks
 from penstock.kernels.triton.copies import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
 from penstock.kernels.triton.experts import (
-    Choice,
+    ExpertChoice,
     ExpertMatrices,
     Routes,
     choose_experts,
@@ -189,7 +189,10 @@ def _compile_products(formats: list[torch.dtype]) -> None:
 
 def _compile_experts(formats: list[torch.dtype]) -> None:
     """The experts of gpt-oss, and those of Qwen3 in bytes; float8 with blocks."""
-    for given in (Choice(4, normalized=True), Choice(8, 1, by_sigmoid=True, normalized=True, bias=_real(128))):
+    for given in (
+        ExpertChoice(4, normalized=True),
+        ExpertChoice(8, 1, by_sigmoid=True, normalized=True, bias=_real(128)),
+    ):
         choose_experts(_empty(4, 128), given, _ints(4), _empty(4) if given.num_shared else None)
     for rows in (1, 256, 4096):
         _multiply_experts_of(rows, formats)
@@ -254,7 +257,7 @@ def compile_steps() -> None:
         add_norm(_empty(size, 4096, dtype=torch.float32), Addend(_empty(size, 4096)), Norm(_empty(4096), None, 1e-5))
         layers.gate_mul(_empty(size, 4096), "silu")
         _recurrent_step(size)
-        routes = choose_experts(_empty(size, 128), Choice(4), _ints(size))
+        routes = choose_experts(_empty(size, 128), ExpertChoice(4), _ints(size))
         sum_experts(_empty(4 * size, 2880), routes)
         plain = ExpertMatrices("plain", _empty(128, 256, 2880))
         multiply_experts(_empty(size, 2880), plain, routes, torch.bfloat16, gathers=True)

@@ -13,7 +13,7 @@ from penstock.kernels.reference import layers as reference_layers
 from penstock.kernels.reference import products as reference_products
 from penstock.kernels.triton.blocks import quantize_blocks
 from penstock.kernels.triton.experts import (
-    Choice,
+    ExpertChoice,
     ExpertFormat,
     ExpertMatrices,
     Routes,
@@ -36,7 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def _choice(rules: dict[str, Any], num_tokens: int, device: torch.device) -> tuple[Choice, dict[str, Any]]:
+def _choice(rules: dict[str, Any], num_tokens: int, device: torch.device) -> tuple[ExpertChoice, dict[str, Any]]:
     """Return a choice, and the same as arguments of the reference."""
     drawn: dict[str, Any] = {
         name: torch.rand(num_tokens if name == "gates" else NUM_EXPERTS, device=device)
@@ -44,7 +44,7 @@ def _choice(rules: dict[str, Any], num_tokens: int, device: torch.device) -> tup
         if rules.get(name)
     }
     given = rules | drawn
-    return Choice(PER_TOKEN, **{name: value for name, value in given.items() if name != "gates"}), given
+    return ExpertChoice(PER_TOKEN, **{name: value for name, value in given.items() if name != "gates"}), given
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -70,7 +70,7 @@ def test_padding_tokens_go_to_no_expert_whatever_their_scores_are(device: torch.
     scores[3], scores[7, 2] = torch.nan, torch.inf
     slots = torch.arange(40, dtype=torch.int32, device=device)
     slots[[0, 3, 39]] = -1
-    routes = choose_experts(scores, Choice(PER_TOKEN, num_shared=1), slots)
+    routes = choose_experts(scores, ExpertChoice(PER_TOKEN, num_shared=1), slots)
     assert (routes.chosen[slots < 0] == -1).all()
     assert int(routes.starts[0]) == 0 and int(routes.starts[-1]) == 37 * (PER_TOKEN + 1)
     placed = routes.order[: int(routes.starts[-1])]
@@ -133,7 +133,7 @@ def test_products_grouped_by_expert_equal_those_of_each_token(
     x = torch.randn(num_tokens, hidden, device=device).to(dtype)
     routes = choose_experts(
         torch.randn(num_tokens, NUM_EXPERTS, device=device),
-        Choice(PER_TOKEN, num_shared=1),
+        ExpertChoice(PER_TOKEN, num_shared=1),
         torch.arange(num_tokens, dtype=torch.int32, device=device),
     )
     drawn = (
@@ -158,7 +158,7 @@ def test_products_of_quantized_rows_with_a_scale_each(kept: torch.dtype, num_tok
     torch.manual_seed(0)
     x, weights = torch.randn(num_tokens, 72, device=device), torch.randn(NUM_EXPERTS, 40, 72, device=device)
     slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    routes = choose_experts(torch.randn(num_tokens, NUM_EXPERTS, device=device), Choice(PER_TOKEN), slots)
+    routes = choose_experts(torch.randn(num_tokens, NUM_EXPERTS, device=device), ExpertChoice(PER_TOKEN), slots)
     q, x_scales = quantize_vectors(x, kept)
     parts = [reference_layers.quantize_vectors(one.cpu(), kept) for one in weights]
     numbers, scales = (torch.stack(some).to(device) for some in zip(*parts, strict=True))
@@ -187,7 +187,7 @@ def test_products_of_float8_with_a_scale_for_each_128_columns(num_tokens: int, d
         torch.randn(6, outputs, columns, device=device),
     )
     slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    routes = choose_experts(torch.randn(num_tokens, NUM_EXPERTS, device=device), Choice(PER_TOKEN), slots)
+    routes = choose_experts(torch.randn(num_tokens, NUM_EXPERTS, device=device), ExpertChoice(PER_TOKEN), slots)
     q, x_scales = quantize_blocks(x)
     scales = torch.rand(6, 3, outputs, device=device)
     matrices = ExpertMatrices("blocks", weights.to(torch.float8_e4m3fn), scales)
@@ -206,6 +206,6 @@ def test_a_deterministic_row_does_not_depend_on_the_number_of_rows(device: torch
     found = []
     for count in (1, 20, 300):
         slots = torch.arange(count, dtype=torch.int32, device=device)
-        routes = choose_experts(scores[:count].contiguous(), Choice(PER_TOKEN), slots)
+        routes = choose_experts(scores[:count].contiguous(), ExpertChoice(PER_TOKEN), slots)
         found.append(_mixed(x[:count].contiguous(), routes, weights[0], weights[1], deterministic=True)[0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

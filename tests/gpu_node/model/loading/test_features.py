@@ -16,10 +16,10 @@ from penstock.gpu_node.model.loading import load
 from penstock.gpu_node.model.loading.load import load_model
 
 Folder = Callable[[str], Path]
-FEATURES = {"mixtral": ("MixtralForCausalLM", "experts"), "qwen3 moe": ("Qwen3MoeForCausalLM", "experts")}
+FEATURES = {"gemma4 small": ("Gemma4ForCausalLM", "layers that read the keys of others")}
 
 
-CPU_INSTEAD = {"mixtral": "MixtralForCausalLM", "qwen3.5": "recurrent layers"}
+CPU_INSTEAD = {"gemma4 small": "Gemma4ForCausalLM", "mixtral": "experts", "qwen3.5": "recurrent layers"}
 """Families that the CPU computes on a machine with a GPU, and what the log says of them."""
 
 

@@ -177,6 +177,7 @@ def _described(name: str) -> Description:
 @contextmanager
 def _native(isa: Isa, name: str, **options: Any) -> Iterator[NativeRunner]:
     given = {"runner": "native", "dtype": "bfloat16", "quantization": "none", "num_kv_blocks": 60, "state_slots": 3}
+    given["max_num_seqs"] = 32  # So many that windows have no blocks of their own.
     with (
         mock.patch.object(native_load, "best_isa", lambda *_: isa),
         mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)),
