@@ -26,8 +26,13 @@ LIKELY = dict.fromkeys(range(5, 9), 30.0)
 """Of a few tokens some runs come often, and what follows them is neither sure nor rare."""
 
 
-async def _num_accepted(redis: Redis) -> int:
-    return sum(record.accepted_tokens for record in await AdminBroker(redis).pressure(POOL))
+async def _have_accepted(redis: Redis) -> bool:
+    """Return whether the next two heartbeats of a node say that it has accepted drafts."""
+    for _ in range(20):
+        if any(record.accepted_tokens for record in await AdminBroker(redis).pressure(POOL)):
+            return True
+        await asyncio.sleep(0.1)
+    return False
 
 
 @pytest.mark.skipif(best_isa(cpu_flags()) is None, reason="no native kernels on this CPU")
@@ -44,11 +49,11 @@ async def test_stream_of_drafting_nodes_continues_token_exact(redis: Redis, redi
         async with AsyncClient(redis_url) as client:
             said = (await undisturbed(client, options, PLAIN_POOL)).undisturbed
     async with Lane(redis, redis_url, POOL, start) as lane:
-        hit = None
-        while hit is None:
+        hit, has_accepted = None, False
+        # A node drafts only while its measured step times say that drafts pay, so one answer may have none.
+        while hit is None or not has_accepted:
             work = RealWork({"job_id": f"{POOL}.{uuid7()}", **options}, undisturbed=said)
-            hit = await lane.run(work, KILLED_AT, work.num_expected)
+            hit = await lane.run(work, KILLED_AT, work.num_expected) or hit
             work.check()
-        while not await _num_accepted(redis):  # the next heartbeat says it
-            await asyncio.sleep(0.1)
+            has_accepted = has_accepted or await _have_accepted(redis)
         await check_settled(redis, POOL)
