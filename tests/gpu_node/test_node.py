@@ -525,7 +525,7 @@ async def test_a_stream_gets_each_token_in_a_chunk_of_its_own(
 ) -> None:
     async with running(redis_url, ReferenceEngine(step_s=step_s, leaves_core_free=is_core_free)):
         (num_cuts,) = await cuts_of_jobs(broker, 1, 30)
-    assert 24 <= num_cuts <= 30, "two steps may leave together while other processes have the cores"
+    assert 16 <= num_cuts <= 30, "two steps may leave together while other processes have the cores"
 
 
 async def test_tokens_of_fast_steps_leave_together_where_no_core_is_free(
