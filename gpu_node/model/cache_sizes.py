@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def blocks_of_window(window: int, alignment: int, block_size: int) -> int:
+    """Return the most blocks that a window covers, if steps read from a multiple of `alignment` tokens on."""
+    return -(-(window + max(alignment, block_size) - 1) // block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class WindowSizes:
     """The blocks of layers with windows, where a runner keeps them apart. They have ids from 1 to num_blocks."""
@@ -25,7 +30,7 @@ class WindowSizes:
 
     def most_held(self, block_size: int) -> int:
         """Return the most blocks that a sequence holds while it computes one token a step."""
-        return -(-(self.window + max(self.alignment, block_size) - 1) // block_size)
+        return blocks_of_window(self.window, self.alignment, block_size)
 
 
 NO_WINDOWS = WindowSizes()

@@ -48,6 +48,28 @@ def new_sequence(
     )
 
 
+class GivenSequences:
+    """Sequences with given prompts for a scheduler. They are numbered as they are made."""
+
+    scheduler: Scheduler
+    _num_added = 0
+
+    def new(self, prompt: list[int], num_output: int = 3, **fields: Any) -> Sequence:
+        """Return a new sequence."""
+        self._num_added += 1
+        seq = new_sequence(str(self._num_added), len(prompt), num_output)
+        seq.token_ids = np.array(prompt, dtype=np.int32)
+        for name, value in fields.items():
+            setattr(seq, name, value)
+        return seq
+
+    def add(self, prompt: list[int], num_output: int = 3, **fields: Any) -> Sequence:
+        """Queue a sequence."""
+        seq = self.new(prompt, num_output, **fields)
+        self.scheduler.add(seq)
+        return seq
+
+
 def new_scheduler(
     num_blocks: int,
     num_host_blocks: int = 0,

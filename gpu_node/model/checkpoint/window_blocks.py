@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.gpu_node.model.cache_sizes import WindowSizes, blocks_of_window
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import WindowSizes
 
 _TYPICAL_WINDOWS = 2
 """Memory that does not hold the windows of all sequences is divided for sequences that are so many windows long: then
@@ -33,8 +33,8 @@ class DividedBlocks:
 
 def blocks_of_sequence(windowed: WindowedTokens, max_model_len: int, block_size: int) -> int:
     """Return the most blocks of windows that a sequence holds between two steps, and one for the rounding of a step."""
-    reach = windowed.window + max(windowed.alignment, block_size) - 1
-    return min(-(-reach // block_size), -(-max_model_len // block_size)) + 1
+    of_window = blocks_of_window(windowed.window, windowed.alignment, block_size)
+    return min(of_window, -(-max_model_len // block_size)) + 1
 
 
 def divide_blocks(

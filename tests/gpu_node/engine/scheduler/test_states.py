@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.schedules import BLOCK_SIZE, check_plan, new_scheduler, new_sequence
+from fakes.schedules import BLOCK_SIZE, GivenSequences, check_plan, new_scheduler, new_sequence
 from fakes.slots import Beams, LabelledSlots, UncertainGuide
 
 from penstock.gpu_node.engine.kv_cache.states import StateCache
@@ -23,7 +23,7 @@ SYSTEM = list(range(100, 126))
 """Six full blocks and two tokens."""
 
 
-class Load:
+class Load(GivenSequences):
     """A scheduler with a model of its slots. Every sequence gets the token 1000 again and again."""
 
     def __init__(self, *, num_slots: int = 16, num_blocks: int = 100, budget: int = 64, **settings: Any) -> None:
@@ -34,22 +34,6 @@ class Load:
         )
         assert self.memory.states is not None
         self.states: StateCache = self.memory.states
-        self._num_added = 0
-
-    def new(self, prompt: list[int], num_output: int = 3, **fields: Any) -> Sequence:
-        """Return a new sequence."""
-        self._num_added += 1
-        seq = new_sequence(str(self._num_added), len(prompt), num_output)
-        seq.token_ids = np.array(prompt, dtype=np.int32)
-        for name, value in fields.items():
-            setattr(seq, name, value)
-        return seq
-
-    def add(self, prompt: list[int], num_output: int = 3, **fields: Any) -> Sequence:
-        """Queue a sequence."""
-        seq = self.new(prompt, num_output, **fields)
-        self.scheduler.add(seq)
-        return seq
 
     def launch(self) -> Step:
         """Schedule a step, and compute it."""

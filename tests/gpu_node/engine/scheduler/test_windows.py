@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.schedules import BLOCK_SIZE, LabelledCache, check_plan, new_scheduler, new_sequence
+from fakes.schedules import BLOCK_SIZE, GivenSequences, LabelledCache, check_plan, new_scheduler
 from fakes.slots import Beams, UncertainGuide
 
 from penstock.gpu_node.engine.kv_cache.windows import WindowCache
@@ -24,7 +24,7 @@ SYSTEM = list(range(100, 126))
 """Six full blocks and two tokens."""
 
 
-class Load:
+class Load(GivenSequences):
     """A scheduler with a model of both kinds of blocks. Every sequence gets the token 1000 again and again."""
 
     def __init__(
@@ -37,27 +37,11 @@ class Load:
         )
         assert self.memory.windows is not None
         self.windows: WindowCache = self.memory.windows
-        self._num_added = 0
 
     @property
     def num_held(self) -> int:
         """Blocks of windows that sequences hold."""
         return self.windows.pool.num_total - self.windows.pool.num_free
-
-    def new(self, prompt: list[int], num_output: int = 3, **fields: Any) -> Sequence:
-        """Return a new sequence."""
-        self._num_added += 1
-        seq = new_sequence(str(self._num_added), len(prompt), num_output)
-        seq.token_ids = np.array(prompt, dtype=np.int32)
-        for name, value in fields.items():
-            setattr(seq, name, value)
-        return seq
-
-    def add(self, prompt: list[int], num_output: int = 3, **fields: Any) -> Sequence:
-        """Queue a sequence."""
-        seq = self.new(prompt, num_output, **fields)
-        self.scheduler.add(seq)
-        return seq
 
     def launch(self) -> Step:
         """Schedule a step, and compute it."""
