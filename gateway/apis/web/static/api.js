@@ -36,6 +36,7 @@ export class LostError extends Error {}
 /** Send a request, with the API key if there is one. Throws ApiError or LostError. A 401 asks for a key. */
 export async function request(path, { headers = {}, ...options } = {}) {
   const key = apiKey.get();
+  const sentMs = performance.now();
   const authorization = key ? { Authorization: `Bearer ${key}` } : {};
   const response = await fetch(path, { ...options, headers: { ...authorization, ...headers } }).catch((error) => {
     throw options.signal?.aborted ? error : new LostError("the gateway cannot be reached");
@@ -44,7 +45,7 @@ export async function request(path, { headers = {}, ...options } = {}) {
   const error = await ApiError.of(response);
   // The page's frame asks for a key, unless another request has brought a new one meanwhile.
   if (error.status === 401 && key === apiKey.get()) {
-    dispatchEvent(new CustomEvent("keyneeded", { detail: wordsOf(error) }));
+    dispatchEvent(new CustomEvent("keyneeded", { detail: { reason: wordsOf(error), sentMs } }));
   }
   throw error;
 }

@@ -43,7 +43,7 @@ export function startChat() {
   view.prompt.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    send();
+    view.composer.requestSubmit();
   });
   view.prompt.addEventListener("input", () => {
     ofTab.set(DRAFT, view.prompt.value);

@@ -68,12 +68,19 @@ function startKeyDialog() {
     dialog.showModal();
   };
   let declined; // the key with which the user closed the dialog that the page had opened
+  let againMs = 0; // when the user, having declined, did something that may ask again
+  const askAgain = () => {
+    if (declined === undefined) return;
+    declined = undefined;
+    againMs = performance.now();
+  };
   input.addEventListener("input", check);
   byId("key-button").addEventListener("click", () => open(""));
   // Views that look again every few seconds must not ask again and again. What the user does asks again.
-  for (const name of ["hashchange", "submit"]) addEventListener(name, () => (declined = undefined), true);
-  addEventListener("keyneeded", ({ detail }) => {
-    if (declined !== apiKey.get()) open(detail);
+  for (const name of ["hashchange", "submit"]) addEventListener(name, askAgain, true);
+  addEventListener("keyneeded", ({ detail: { reason, sentMs } }) => {
+    // A view's request that was on its way when the user went on is not what the user did.
+    if (declined !== apiKey.get() && sentMs >= againMs) open(reason);
   });
   dialog.addEventListener("close", () => {
     declined = apiKey.get();

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Error, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Error, Locator, Page, Route, expect, sync_playwright
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 """Debian's names. The first one is Chromium without windows, which takes two thirds of the CPU time."""
@@ -121,6 +121,23 @@ class Playground:
     def status(self) -> Locator:
         """The state of the last answer, or why it ended."""
         return self.answer.get_by_role("status")
+
+
+class Held:
+    """Holds the page's requests to an address."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.routes = list[Route]()
+        page.route(address, lambda route: self.routes.append(route))
+
+    def first(self) -> Route:
+        """Wait for the first one. Its route may come after the page has reported the request."""
+        for _ in range(PATIENCE_MS // 10):
+            if self.routes:
+                return self.routes[0]
+            self.page.wait_for_timeout(10)
+        raise AssertionError("the page sent no such request")
 
 
 def scroll_width(page: Page) -> int:

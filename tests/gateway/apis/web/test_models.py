@@ -12,7 +12,7 @@ import pytest
 from fakes.waiting import wait_until
 from playwright.sync_api import Page, Route, expect
 
-from tests.gateway.apis.web.conftest import Playground
+from tests.gateway.apis.web.conftest import Held, Playground
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 MODELS = "**/v1/models"
@@ -105,19 +105,15 @@ def test_a_model_that_is_gone_is_named_and_taken_again_once_it_is_back(chat: Pla
 
 
 def test_an_older_list_of_models_that_comes_late_is_not_shown(chat: Playground) -> None:
-    page, late = chat.page, list[Route]()
-
-    def hold(route: Route) -> None:
-        late.append(route)
-
-    page.route(MODELS, hold)
-    with page.expect_request(MODELS):
-        page.reload()
+    page = chat.page
+    held = Held(page, MODELS)
+    page.reload()
+    late = held.first()
     serve(page, USES)
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     expect(chat.model.locator("option")).to_have_count(len(USES))
     with page.expect_response(MODELS):
-        answer(late[0], {"another-model": ["chat"]})
+        answer(late, {"another-model": ["chat"]})
     chat.model.select_option(BASE)
     chat.ask("hello")
     assert chat.wait_end() == "hello"
