@@ -17,17 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.gateway.kept.connection import KeptConnection
-from penstock.gateway.kept.slots import (
-    CLOSES,
-    FAILED,
-    FINAL,
-    MAX_COUNTERS,
-    NO_CHECKSUM,
-    NO_EVENTS,
-    WITHIN,
-    AnswerSlot,
-    Left,
-)
+from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, NO_EVENTS, WITHIN, AnswerSlot, Left
 from penstock.runtime import crash_points
 
 _KEPT = "penstock.kept"
@@ -41,7 +31,6 @@ _HEADERS = frozenset(
 """The request's headers that a record holds. Those with credentials are not among them."""
 
 
-_END_OF_EVENT = b"\n\n"
 MAX_TAKEOVERS = 2
 """Gateways that may die while they take an answer over. The next one ends it with an error."""
 
@@ -90,9 +79,12 @@ class KeptTransport(PlainTransport):
         slot, transport = self._slot, self._transport
         if events:
             slot.count(0, events)
-        if not slot.put(data, transport.get_write_buffer_size()) and (answer := self._answer()) is not None:
+        is_kept = slot.put(data, transport.get_write_buffer_size())
+        if not is_kept and (answer := self._answer()) is not None:
             answer.give_up("too_many_bytes")
         transport.write(data)
+        if is_kept and not transport.get_write_buffer_size():
+            slot.open_short_way()
 
 
 class AnswerKeep:
@@ -103,8 +95,6 @@ class AnswerKeep:
         "_behind",
         "_connection",
         "_cycle",
-        "_last",
-        "_newest",
         "_on_first_bytes",
         "_replayed",
         "_send",
@@ -129,8 +119,6 @@ class AnswerKeep:
         self._behind: list[int] = []
         """Of an answer that was taken over: event bytes of each job that the client has, and their checksums."""
         self._replayed: list[int] = []
-        self._newest = self._last = b""
-        """Without a checksum: the newest events that the client has, and the last ones that were encoded again."""
         self.num_behind = 0
         """Jobs of which the client has more than was encoded so far. It is read for each event."""
         self._swallows_head = False
@@ -157,7 +145,6 @@ class AnswerKeep:
         else:
             self._behind = [*left.counters]
         self._replayed = [*NO_EVENTS * (len(self._behind) // 2)]
-        self._newest = left.newest
         self.num_behind = sum(count > 0 for count in self._behind[::2])
         slot.counters = left.counters
         self._swallows_head = left.total > 0
@@ -194,7 +181,7 @@ class AnswerKeep:
         data = msgpack.packb(
             {"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts}
         )
-        self.slot = slot = self._connection.begin(data, num_counters, has_checksums=not facts.get("is_stream"))
+        self.slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
             self.count = slot.count
             cycle.transport = KeptTransport(cycle.transport, slot, self)  # type: ignore[assignment]
@@ -222,9 +209,10 @@ class AnswerKeep:
             self.count(counter, events)
             return b"", events
         old, new = events[:left], events[left:]
-        self._replay(at, old)
+        self._replayed[at] += len(old)
+        self._replayed[at + 1] = adler32(old, self._replayed[at + 1])
         if self._replayed[at] == self._behind[at]:
-            if not self._is_same(at):
+            if self._replayed[at + 1] != self._behind[at + 1]:
                 raise StreamDivergedError("the log of the job is no longer the one from which its stream was sent")
             self.num_behind -= 1
             if not self.num_behind:
@@ -232,19 +220,6 @@ class AnswerKeep:
             if new:
                 self.count(counter, new)
         return old, new
-
-    def _replay(self, at: int, old: bytes) -> None:
-        self._replayed[at] += len(old)
-        if self._behind[at + 1] != NO_CHECKSUM:
-            self._replayed[at + 1] = adler32(old, self._replayed[at + 1])
-        else:
-            self._last = (self._last + old)[-max(len(self._newest), len(_END_OF_EVENT)) :]
-
-    def _is_same(self, at: int) -> bool:
-        """Return whether what was encoded again seems to be what the client has."""
-        if self._behind[at + 1] != NO_CHECKSUM:
-            return self._replayed[at + 1] == self._behind[at + 1]
-        return self._last.endswith(self._newest) and (self.was_within_event or self._last.endswith(_END_OF_EVENT))
 
     def _go_on(self) -> None:
         """Note that the answer is where the earlier gateway left it."""

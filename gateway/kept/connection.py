@@ -172,11 +172,8 @@ class KeptConnection:
         if self._slot is not None:
             self._slot.note_ahead()
 
-    def begin(self, record: bytes, num_counters: int, *, has_checksums: bool = True) -> AnswerSlot | None:
-        """Note the record of an answer, and return its slot, or None if it cannot be kept.
-
-        `has_checksums`: that of `AnswerSlot.begin`.
-        """
+    def begin(self, record: bytes, num_counters: int) -> AnswerSlot | None:
+        """Note the record of an answer, and return its slot, or None if it cannot be kept."""
         reason: str | AnswerSlot = "large_record"
         if len(record) <= MAX_RECORD_BYTES:
             num_waiting = self.transport.get_write_buffer_size()
@@ -190,7 +187,6 @@ class KeptConnection:
                     num_before=counts.num_accepted + num_waiting,
                     num_read=self._num_read,
                     is_ahead=self._is_ahead,
-                    has_checksums=has_checksums,
                 )
                 return slot
         if self._keep.is_alive:

@@ -6,18 +6,22 @@ The memory is a memfd of the keeper. Each connection that is kept has a slot, wh
     two commits  how far the answer is; one byte says which of both holds
     record       what the answer is made from, besides the log of its jobs
     ring         the newest bytes for the client: at least those that the kernel has not taken
-    two parts    the newest small part and the one before it, each with how far the answer is behind it
 
 Bytes come into the ring before they are written to the connection, then a commit counts them. A commit goes into the
 other place than the one that holds, and counts by the store of one byte. So the process may be killed at any
 instruction. Where the connection has taken all earlier bytes, the ring begins anew, so a client that keeps up needs
 one page of memory. Otherwise the bytes that still wait move to the other half of the ring.
 
-Nearly all parts are one event of one job for a client that keeps up. Such a small part (`KeptBody.write`) goes to
-one of two places in turn. Two stores count it, of which the second one decides, because the place with more bytes of
-the answer holds, if these are more than the commit's. So the part before it is whole whenever the process is killed.
-The small parts of all slots lie side by side behind the slots: the addresses of the slots themselves compete for the
-same places of the processor's caches.
+Nearly all parts are one event of one job for a client that keeps up. Such a small part (`SmallParts.stage`) takes a
+short way, because each cache line that an event of one of thousands of streams needs is fetched from memory. Behind the
+slots lie, for each slot, two counts in turn, and for all of them one stage:
+
+    count        event bytes of the job and their checksum, bytes of the part, and bytes of the answer
+    stage        the number of a slot, and the newest part of its answer
+
+The count with more bytes of the answer holds, if these are more than the commit's. They are stored last, when the part
+is in the stage. The next part, of whichever answer, may take its place there, because by then the connection has taken
+it: `KeptBody.write` looks, and otherwise moves it to the ring.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from zlib import adler32
 
@@ -37,7 +42,7 @@ MAX_RECORD_BYTES = 256 << 10
 """The largest record of an answer. An answer with a larger one is not kept."""
 MAX_COUNTERS = 64
 """Most jobs of a stream that is kept."""
-VERSION = 3
+VERSION = 4
 """Of the layout. A successor of another version cannot go on with the answers."""
 FINAL, FAILED, WITHIN, CLOSES = 1, 2, 4, 8
 """Flags of a commit: all bytes of the answer are in it; its error event is; it ends within an event; the connection
@@ -54,16 +59,13 @@ _COUNTER = "QI"
 """Event bytes of one job, and their checksum (`zlib.adler32`, which takes less than half the time of a CRC)."""
 NO_EVENTS = (0, 1)
 """The counter of a job without event bytes: the checksum of nothing is 1."""
-NO_CHECKSUM = 0
-"""In place of the checksum in a stream of one job: it would take as long as all else that a token needs. The successor
-compares the newest part instead."""
-TURN_WORDS, WORD_BYTES = 64, 8
-"""Numbers of eight bytes in the place of a small part. Each number is one store."""
-PART_AT = 2
-"""Number of the part's first word. Before it are the bytes of the answer, and the event bytes of its job."""
-SMALL_BYTES = (TURN_WORDS - PART_AT) * WORD_BYTES
+_COUNT = struct.Struct("4Q")
+"""Of a small part: event bytes of the job, their checksum, bytes of the part, and bytes of the answer. Each of these
+native numbers is one store, in this order."""
+_COUNTS_BYTES = 2 * _COUNT.size
+_WORD_BYTES = 8
+SMALL_BYTES = 4096 - _WORD_BYTES
 """The largest small part."""
-_TURNS_BYTES = 2 * TURN_WORDS * WORD_BYTES
 _COMMITS = tuple(struct.Struct(_COMMIT + _COUNTER * number) for number in range(MAX_COUNTERS + 2))
 """By the number of counters: a stream of several jobs has one more than jobs."""
 _BYTES_READ = struct.Struct("<Q")
@@ -94,72 +96,92 @@ class Left:
     flags: int = 0
     counters: tuple[int, ...] = ()
     """For each job, the number of event bytes so far, and their checksum."""
-    newest: bytes = b""
-    """The newest events, if a small part has them as they are: the last of the event bytes that are counted."""
 
 
-class AnswerSlot:
-    """One slot, as the gateway that has its connection writes it.
+class Stage:
+    """The one place of the newest small part."""
 
-    The fields without an underscore, but `number` and `status`, are those that `KeptBody.write` needs for each token.
-    """
+    __slots__ = ("at", "counts_at", "memory", "word", "words")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        count = len(memory) // (SLOT_BYTES + _COUNTS_BYTES)
+        self.memory = memory
+        self.counts_at = count * SLOT_BYTES
+        self.word = (self.counts_at + count * _COUNTS_BYTES) // _WORD_BYTES
+        """Where the number of the slot is, plus one, in words of eight bytes. It is one store."""
+        self.at = (self.word + 1) * _WORD_BYTES
+        self.words = memoryview(memory).cast("Q")
+
+    def newest_count(self, owner: int) -> tuple[int, ...]:
+        """Return the count with more bytes of the answer."""
+        first = self.counts_at + (owner - 1) * _COUNTS_BYTES
+        return max(_COUNT.iter_unpack(self.memory[first : first + _COUNTS_BYTES]), key=lambda count: count[3])
+
+    def clear(self, owner: int) -> None:
+        """Remove all texts of a slot. The part of another one stays."""
+        now, num_kept = self.words[self.word], 0
+        if now not in (0, owner):
+            _, _, num_kept, _ = self.newest_count(now)
+        elif now:
+            self.words[self.word] = 0
+        self.memory[self.at + num_kept : self.at + SMALL_BYTES] = bytes(SMALL_BYTES - num_kept)
+
+
+class SmallParts:
+    """The short way of the small parts of one slot: all that an event needs, and nothing else."""
+
+    __slots__ = ("_newest", "_other", "_owner", "_stage", "small")
+
+    def __init__(self, stage: Stage, number: int) -> None:
+        self.small = 0
+        """The largest part that may take the short way now; 0 while bytes may wait for the connection."""
+        self._newest = stage.counts_at + number * _COUNTS_BYTES
+        self._other = self._newest + _COUNT.size
+        """The places of both counts. The first one holds, or counts what the commit does."""
+        self._owner = number + 1
+        self._stage = stage
+
+    def stage(self, part: bytes, events: bytes) -> None:
+        """Note a small part before it is written, and count it and the events in it. It runs for each token."""
+        stage, newest, other, size = self._stage, self._newest, self._other, len(part)
+        memory, at = stage.memory, stage.at
+        num_events, checksum, _, total = _COUNT.unpack_from(memory, newest)
+        stage.words[stage.word] = self._owner
+        memory[at : at + size] = part
+        _COUNT.pack_into(memory, other, num_events + len(events), adler32(events, checksum), size, total + size)
+        self._newest, self._other = other, newest
+
+
+class AnswerSlot(SmallParts):
+    """One slot, as the gateway that has its connection writes it."""
 
     __slots__ = (
-        "_at",
-        "_base",
-        "_commit",
-        "_commits",
-        "_committed",
-        "_first_word",
-        "_highest",
-        "_others",
-        "_place",
-        "_room",
-        "_selector",
-        "_selector_at",
-        "_start",
-        "_used",
-        "checksum",
-        "flags",
-        "memory",
-        "num_events",
-        "number",
-        "small",
-        "status",
-        "total",
-        "word",
-        "words",
+        *("_at", "_base", "_checksum", "_commit", "_commits", "_highest", "_num_events", "_others", "_place", "_room"),
+        *("_selector", "_selector_at", "_start", "_used", "flags", "memory", "number", "status", "total"),
     )
 
-    def __init__(self, memory: mmap.mmap, number: int, words: memoryview | None = None) -> None:
-        """`words`: the memory as numbers of eight bytes. All slots can share it."""
+    def __init__(self, memory: mmap.mmap, number: int, stage: Stage | None = None) -> None:
+        """`stage`: that of the memory. All slots can share the object."""
+        super().__init__(stage or Stage(memory), number)
         self.memory = memory
-        self.words = memoryview(memory).cast("Q") if words is None else words
         self._base = number * SLOT_BYTES
-        turns = len(memory) // (SLOT_BYTES + _TURNS_BYTES) * SLOT_BYTES + number * _TURNS_BYTES
-        self.word = self._first_word = turns // WORD_BYTES
-        """The first word of the newest small part, or of the place of none; and that of the first place."""
         self.number = number
         self._highest = self._base
         """The end of the memory that was written."""
         self._reset(0, 1)
 
-    def _reset(self, record_bytes: int, num_counters: int, *, has_checksums: bool = True) -> None:
+    def _reset(self, record_bytes: int, num_counters: int) -> None:
         self._commit = _COMMITS[num_counters]
         first = self._base + _FIXED.size
         self._commits = (first, first + self._commit.size)
         self._selector, self._selector_at = 0, self._base + _SELECTOR
-        self._start = self._used = self._committed = 0
+        self._start = self._used = self.small = 0
         self.total = self.status = self.flags = 0
-        """Bytes of the answer, its status, and flags. Only `put` may follow a change of both latter ones."""
-        self.num_events, self.checksum = NO_EVENTS
-        if num_counters == 1 and not has_checksums:
-            self.checksum = NO_CHECKSUM  # Only such a slot has small parts.
+        """Bytes of the answer, unless small parts were added to it; its status, and flags. Only `put` may follow a
+        change of both latter ones."""
+        self._num_events, self._checksum = NO_EVENTS
         self._others = [*NO_EVENTS * (num_counters - 1)]
         """The counters of all jobs but the first. Most answers have one job, so its counter is apart."""
-        self.word = self._first_word
-        self.small = 0
-        """The largest part that may take the short way now."""
         self._at = self._record_at + record_bytes
         self._place = self._at - self._base
         self._room = self._base + _HALF - self._at
@@ -167,39 +189,32 @@ class AnswerSlot:
     @property
     def counters(self) -> tuple[int, ...]:
         """For each job, the number of event bytes so far, and their checksum."""
-        return (self.num_events, self.checksum, *self._others)
+        self._leave_short_way()
+        return (self._num_events, self._checksum, *self._others)
 
     @counters.setter
     def counters(self, counters: Sequence[int]) -> None:
-        self.num_events, self.checksum, *self._others = counters
+        self._leave_short_way()
+        self._num_events, self._checksum, *self._others = counters
 
     @property
     def _record_at(self) -> int:
         return self._commits[1] + self._commit.size
 
     def begin(
-        self,
-        record: bytes,
-        num_counters: int,
-        *,
-        num_before: int,
-        num_read: int,
-        is_ahead: bool = False,
-        has_checksums: bool = True,
+        self, record: bytes, num_counters: int, *, num_before: int, num_read: int, is_ahead: bool = False
     ) -> None:
-        """Note an answer before its first byte. The numbers and `is_ahead` are those of `Left`.
-
-        `has_checksums`: that of the only job is computed; those of several ones always are.
-        """
+        """Note an answer before its first byte. The numbers and `is_ahead` are those of `Left`."""
         self.clear(LOST)
-        self._reset(len(record), num_counters, has_checksums=has_checksums)
+        self._reset(len(record), num_counters)
         memory, base = self.memory, self._base
         fixed = (VERSION, LOST, 0, is_ahead, 0, num_counters, len(record), num_before, num_read)
         _FIXED.pack_into(memory, base, *fixed)
         self._commit.pack_into(memory, self._commits[0], 0, 0, 0, 0, 0, *self.counters)
         memory[self._record_at : self._at] = record
         self._highest = max(self._highest, self._at)
-        self.words[self.word] = self.words[self.word ^ TURN_WORDS] = 0
+        for place in (self._newest, self._other):
+            _COUNT.pack_into(memory, place, *NO_EVENTS, 0, 0)
         memory[base + _STATE] = ANSWERING
 
     def add(self, more: bytes) -> bool:
@@ -217,10 +232,10 @@ class AnswerSlot:
 
     def count(self, counter: int, events: bytes) -> None:
         """Count the events of a job that the next commit includes."""
+        self._leave_short_way()
         if not counter:
-            self.num_events += len(events)
-            if self.checksum != NO_CHECKSUM:
-                self.checksum = adler32(events, self.checksum)
+            self._num_events += len(events)
+            self._checksum = adler32(events, self._checksum)
         else:
             others, at = self._others, 2 * counter - 2
             others[at] += len(events)
@@ -229,17 +244,17 @@ class AnswerSlot:
     def note(self, flags: int) -> None:
         """Set the flags of the next commit."""
         if flags != self.flags:
-            self.flags, self.small = flags, 0
+            self._leave_short_way()
+            self.flags = flags
 
     def put(self, data: bytes, num_waiting: int) -> bool:
         """Note the answer's next bytes, before they are written. Return whether the slot could.
 
         `num_waiting`: bytes of the connection that the kernel has not taken.
         """
+        self._leave_short_way()
         size = used = len(data)
         if num_waiting:
-            if self.total != self._committed:
-                self._take_back()
             end, used = self._at + self._used, self._used + size
         else:
             self._start, end = self.total, self._at
@@ -247,31 +262,41 @@ class AnswerSlot:
             if not self._move(num_waiting, size):
                 return False
             end, used = self._at + self._used, self._used + size
-        memory, top = self.memory, end + size
-        memory[end:top] = data
+        self.memory[end : end + size] = data
         crash_points.point("between", "ring and commit")
         self._used = used
-        self.total = self._committed = total = self.total + size
-        if top > self._highest:
-            self._highest = top
-        self._selector = selector = 1 - self._selector
-        at, flags = self._commits[selector], self.flags
-        self._commit.pack_into(memory, at, total, self._start, self._place, self.status, flags, *self.counters)
-        memory[self._selector_at] = selector
-        if self.checksum == NO_CHECKSUM:
-            # The next small part begins here.
-            word, words = self.word, self.words
-            words[word + 1] = self.num_events
-            words[word] = total
-            self.small = SMALL_BYTES
+        self.total += size
+        self._highest = max(self._highest, end + size)
+        self._count_all()
         return True
 
-    def _take_back(self) -> None:
-        """Let the ring begin with the newest small part, which may wait yet."""
-        start, word = self.words[self.word ^ TURN_WORDS], self.word
-        self._start, self._used = start, self.words[word] - start
-        part = (word + PART_AT) * WORD_BYTES
-        self.memory[self._at : self._at + self._used] = self.memory[part : part + self._used]
+    def _count_all(self) -> None:
+        """Let a commit count what the ring has."""
+        self._selector = selector = 1 - self._selector
+        numbers = (self.total, self._start, self._place, self.status, self.flags, *self.counters)
+        self._commit.pack_into(self.memory, self._commits[selector], *numbers)
+        self.memory[self._selector_at] = selector
+
+    def open_short_way(self) -> None:
+        """Let small parts of the only job follow, because the connection has taken all bytes."""
+        if not self._others:
+            # No more bytes than the commit has, so this count does not hold.
+            _COUNT.pack_into(self.memory, self._newest, self._num_events, self._checksum, 0, self.total)
+            self.small = SMALL_BYTES
+
+    def _leave_short_way(self) -> None:
+        if self.small:
+            self._num_events, self._checksum, _, self.total = _COUNT.unpack_from(self.memory, self._newest)
+            self.small = 0
+
+    def keep_staged(self, part: bytes) -> None:
+        """Move the newest small part to the ring, because the connection has not taken all of it."""
+        self._leave_short_way()
+        self._start, self._used = self.total - len(part), len(part)
+        self.memory[self._at : self._at + len(part)] = part
+        self._highest = max(self._highest, self._at + len(part))
+        crash_points.point("between", "ring and commit")
+        self._count_all()
 
     def _move(self, num_waiting: int, size: int) -> bool:
         """Let the ring go on in the other half, with the bytes that still wait. Return whether both have room there."""
@@ -322,8 +347,7 @@ class AnswerSlot:
         start = base + _FIXED.size
         if last > start:
             memory[start:last] = bytes(last - start)
-            turns = self._first_word * WORD_BYTES
-            memory[turns : turns + _TURNS_BYTES] = bytes(_TURNS_BYTES)
+            self._stage.clear(self._owner)
         self._highest = base
 
     def left(self) -> Left:
@@ -338,19 +362,20 @@ class AnswerSlot:
         first = base + _FIXED.size
         record_at = first + 2 * commit.size
         total, start, at, status, flags, *counters = commit.unpack_from(memory, first + selector * commit.size)
-        record, newest = memory[record_at : record_at + size], b""
-        word = self._newest_word()
-        if (end := self.words[word]) > total:
-            other = word ^ TURN_WORDS
-            total, start, num_before = end, self.words[other], self.words[other + 1]
-            at, counters[0] = (word + PART_AT) * WORD_BYTES - base, self.words[word + 1]
-            newest = _events_in(memory[base + at : base + at + total - start], counters[0] - num_before)
-        answer = (total, start, at, status, flags, tuple(counters), newest)
+        record = memory[record_at : record_at + size]
+        num_events, checksum, part_bytes, end = self._stage.newest_count(self._owner)
+        if end > total:
+            total, counters[:2] = end, (num_events, checksum)
+            # A part that is not in the stage was taken as a whole.
+            start = total - part_bytes if self.is_staged else total
+            at = self._stage.at - base
+        answer = (total, start, at, status, flags, tuple(counters))
         return Left(version, state, bool(ahead), takeovers, record, before, read, *answer)
 
-    def _newest_word(self) -> int:
-        first, second = self._first_word, self._first_word ^ TURN_WORDS
-        return second if self.words[second] > self.words[first] else first
+    @property
+    def is_staged(self) -> bool:
+        """Whether the stage has the newest part of this slot, or one that was never counted."""
+        return self._stage.words[self._stage.word] == self._owner
 
     def continue_from(self, left: Left) -> None:
         """Go on with what an earlier gateway left."""
@@ -360,10 +385,9 @@ class AnswerSlot:
         self._highest = base + SLOT_BYTES  # Its end is not known, so all goes back at the end.
         self.total, self.status, self.flags = left.total, left.status, left.flags
         self.counters = left.counters or self.counters
-        self.word = self._newest_word()
-        if base + left.at >= self._first_word * WORD_BYTES:
-            return  # The newest part is a small one: `put` takes it back.
-        self._committed = left.total
+        if base + left.at == self._stage.at:
+            self.keep_staged(memory[self._stage.at : self._stage.at + left.total - left.start])
+            return
         if left.at:
             self._at, self._place = base + left.at, left.at
             self._room = base + (_HALF if left.at < _HALF else SLOT_BYTES) - self._at
@@ -377,15 +401,9 @@ class AnswerSlot:
         return self.memory[at + num_taken : at + left.total]
 
 
-def _events_in(part: bytes, size: int) -> bytes:
-    """Return the events of a chunk of HTTP/1.1 of which they are the whole content, or nothing."""
-    events = part.partition(b"\r\n")[2][:-2]
-    return events if len(events) == size else b""
-
-
 def memory_bytes(count: int) -> int:
     """Return the size of the memory of so many slots."""
-    return count * (SLOT_BYTES + _TURNS_BYTES)
+    return count * (SLOT_BYTES + _COUNTS_BYTES) + _WORD_BYTES + SMALL_BYTES
 
 
 class Slots:
@@ -395,18 +413,24 @@ class Slots:
         if os.fstat(descriptor).st_size < memory_bytes(count):
             os.ftruncate(descriptor, memory_bytes(count))  # Its keeper is of an earlier version.
         self._memory = mmap.mmap(descriptor, memory_bytes(count))
-        self._words = memoryview(self._memory).cast("Q")
+        self._stage = Stage(self._memory)
         self._free = list(range(count - 1, -1, -1))
 
     def take(self) -> AnswerSlot | None:
         """Return a free slot, or None if there is none."""
-        return AnswerSlot(self._memory, self._free.pop(), self._words) if self._free else None
+        return AnswerSlot(self._memory, self._free.pop(), self._stage) if self._free else None
 
     def taken(self, numbers: Sequence[int]) -> list[AnswerSlot]:
         """Return the slots of an earlier gateway; all others are free."""
         used = set(numbers)
         self._free = [number for number in self._free if number not in used]
-        return [AnswerSlot(self._memory, number, self._words) for number in numbers]
+        slots = [AnswerSlot(self._memory, number, self._stage) for number in numbers]
+        for slot in slots:
+            if slot.is_staged:
+                # Before another answer needs the stage. A slot of another version is refused later.
+                with suppress(ValueError):
+                    slot.continue_from(slot.left())
+        return slots
 
     def free(self, number: int) -> None:
         """Take back the slot of a connection that the keeper has been told to drop."""

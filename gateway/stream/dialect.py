@@ -73,9 +73,11 @@ def format_of_packed(packed: bytes) -> AnswerFormat:
 class StreamEncoder(ABC):
     """Encodes one answer as server-sent events."""
 
+    __slots__ = ()
+
     @abstractmethod
-    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """Yield the events of one job's next chunks, in parts that bound the time and memory for one of them.
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterable[bytes]:
+        """Return the events of one job's next chunks, in parts that bound the time and memory for one of them.
 
         Raises StreamDivergedError if the log no longer contains the position `cut_at`.
         """
@@ -150,6 +152,8 @@ class StreamState:
     still the same. If Redis lost its last writes, another node may have written the log again with other chunk borders.
     """
 
+    __slots__ = ("_cut_at", "_half_sent", "_has_begun", "num_tokens")
+
     def __init__(self, cut_at: StreamPosition | None) -> None:
         self._cut_at = cut_at
         self._half_sent = cut_at.index if cut_at is not None and cut_at.lacks_end else None
@@ -186,14 +190,17 @@ class StreamState:
 class ChunkEncoder(StreamEncoder):
     """Encodes the chunks of one answer as events. Subclasses say how one chunk is encoded."""
 
+    __slots__ = ("_progress",)
+
     def __init__(self, cut_at: StreamPosition | None) -> None:
         """`cut_at`: resume after this position."""
         self._progress = StreamState(cut_at)
 
-    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """Yield the events of one job's next chunks, in parts."""
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterable[bytes]:
+        """Return the events of one job's next chunks, in parts."""
         if len(batch) == 1:
-            return filter(None, (self._event_of(batch[0]),))
+            events = self._event_of(batch[0])
+            return (events,) if events else ()
         return joined(map(self._event_of, batch))
 
     @abstractmethod

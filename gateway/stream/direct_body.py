@@ -13,7 +13,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.gateway.kept.answer import AnswerKeep
-from penstock.gateway.kept.slots import PART_AT, TURN_WORDS, WORD_BYTES, AnswerSlot
+from penstock.gateway.kept.slots import AnswerSlot
 
 _BODY = "penstock.body"
 
@@ -56,20 +56,22 @@ class KeptBody(DirectBody):
         self._slot = slot
         self._transport = transport
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part may be written. While the short way is open, no byte waits, and the answer is not complete."""
+        return self._slot.small > 0 or super().is_ready
+
     def write(self, part: bytes, events: bytes = b"") -> None:
         """Write one part, and count the events of the first job in it.
 
         This runs for each token. The module of slots says why the process may be killed anywhere here.
         """
         data, slot, transport = b"%x\r\n%b\r\n" % (len(part), part), self._slot, self._transport
-        size = len(data)
-        if events and size <= slot.small and not transport.get_write_buffer_size():
-            slot.word = word = slot.word ^ TURN_WORDS
-            at, words = (word + PART_AT) * WORD_BYTES, slot.words
-            slot.memory[at : at + size] = data
-            words[word + 1] = slot.num_events = slot.num_events + len(events)
-            words[word] = slot.total = slot.total + size
+        if events and len(data) <= slot.small:
+            slot.stage(data, events)
             transport.write(data)
+            if transport.get_write_buffer_size():
+                slot.keep_staged(data)
         else:
             kept: Any = self._cycle.transport
             kept.write(data, events)

@@ -208,6 +208,12 @@ def error_event(error: PenstockError, shape: ErrorShape) -> bytes:
 class EventWriter:
     """Sends one response of events. Status 200 goes out with the first bytes."""
 
+    # Without a dictionary, because the memory of thousands of streams is fetched anew for each event.
+    __slots__ = (
+        *("_body", "_clock", "_framing", "_has_failed", "_is_behind", "_keep", "_keep_alive", "_send"),
+        *("_sending_since_s", "_silent", "_sleep", "headers", "is_within_event", "keep_alive_source", "started"),
+    )
+
     def __init__(
         self,
         send: Send,
@@ -245,7 +251,8 @@ class EventWriter:
     @property
     def is_ready(self) -> bool:
         """Whether `write_now` may be called: the response has begun, and the client keeps up."""
-        return self.started and self._body is not None and self._body.is_ready and not self._is_behind
+        body = self._body
+        return body is not None and self.started and not self._is_behind and body.is_ready
 
     async def begin(self) -> None:
         """Send the head of the response, unless it has begun."""

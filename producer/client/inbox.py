@@ -164,12 +164,12 @@ class ClientInbox:
         self._require_open()
         most = max_chunks or self._settings.max_queued_chunks
         box = HeldMailbox(most, self._queued, lambda: self.mark) if is_held else Mailbox(most, self._queued)
-        feed.boxes.append(box)
+        feed.boxes += (box,)
         return box
 
     def close_box(self, feed: Feed, box: Mailbox) -> None:
         """Close a reader's mailbox. With the last mailbox of a job, the job is detached from this process."""
-        feed.boxes.remove(box)
+        feed.boxes = tuple(one for one in feed.boxes if one is not box)
         if not feed.boxes and not feed.ended and self._tasks is not None:
             self._detach_soon(feed.job_id)
 

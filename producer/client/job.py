@@ -147,13 +147,13 @@ class JobSource:
     def watched(self) -> Iterator[WaitWatcher]:
         """Open a watcher of the job's wait."""
         watcher = WaitWatcher()
-        self.feed.watchers.append(watcher)
+        self.feed.watchers += (watcher,)
         self._queue_watch.add(self.job_id, watcher)
         try:
             yield watcher
         finally:
             self._queue_watch.remove(watcher)
-            self.feed.watchers.remove(watcher)
+            self.feed.watchers = tuple(one for one in self.feed.watchers if one is not watcher)
 
     async def ack(self) -> bool:
         """Free the job's result. Return whether this call has freed it."""

@@ -227,8 +227,16 @@ class Mailbox:
 
     def put(self, chunk: Chunk) -> None:
         """Queue a chunk for the reader, or deliver it at once."""
-        if self._deliver is not None and self._is_delivered(self._deliver, chunk):
-            return
+        waiter = self._waiter
+        if self._deliver is not None and waiter is not None and not waiter.done():
+            self.seen_waiting_s = None
+            try:
+                if self._deliver(chunk):
+                    return
+            except Exception as error:
+                # The error of one reader must not end the inbox.
+                waiter.set_exception(error)
+                return
         self._chunks.append(chunk)
         self._queued.total += _CHUNK_BYTES
         if chunk.logprobs or chunk.prompt_logprobs:
@@ -240,18 +248,6 @@ class Mailbox:
             self._shrink()
         if self._waiter is not None:
             self._wake()
-
-    def _is_delivered(self, deliver: Deliver, chunk: Chunk) -> bool:
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return False
-        self.seen_waiting_s = None
-        try:
-            return deliver(chunk)
-        except Exception as error:
-            # The error of one reader must not end the inbox.
-            waiter.set_exception(error)
-            return True
 
     def __del__(self) -> None:
         self.take_all()
@@ -374,8 +370,8 @@ class Feed:
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
-        self.boxes: list[Mailbox] = []
-        self.watchers: list[WaitWatcher] = []
+        self.boxes: tuple[Mailbox, ...] = ()
+        self.watchers: tuple[WaitWatcher, ...] = ()
         """Watchers of the job's wait, until its first chunk."""
         self.end = SeenEnd()
         self.poll_s: float | None = None

@@ -50,6 +50,12 @@ class _Delivered:
 class StreamCursor:
     """One reader's position in one job's log, from chunk `start` on."""
 
+    # Without a dictionary, because the memory of thousands of readers is fetched anew for each chunk.
+    __slots__ = (
+        *("_choices", "_end_of_known", "_num_prompt_delivered", "_suspect_index", "_usage_delivered"),
+        *("next_index", "outcome", "start"),
+    )
+
     def __init__(self, start: int = 0) -> None:
         self.start = start
         self.next_index = start
@@ -291,6 +297,8 @@ class ChunkSink(Protocol):
 
 class StreamReader:
     """One reader of one job: read the mailbox, fill gaps, and deliver each chunk once."""
+
+    __slots__ = ("_arrived", "_box", "_cursor", "_open_box", "_sink", "_source", "_stats")
 
     def __init__(
         self,

@@ -65,11 +65,17 @@ def asked(gateway: KeptGateway, case: Case) -> bytes:
         return reader.ask(case, closes=True).body
 
 
-def hold_back(engine: EchoEngine, counted: Path, ended: threading.Event) -> None:
+def hold_back(engine: EchoEngine, counted: Path, ended: threading.Event, url: str) -> None:
     """Let the engine go on by a few tokens for each further gateway, so that none sees the end but the last one."""
+    num_gateways = num_more = 0
     while not ended.wait(0.05):
-        num_gateways = counted.stat().st_size
-        engine.waits_after = 30 * num_gateways
+        if counted.stat().st_size > num_gateways:
+            num_gateways, num_more = counted.stat().st_size, 0
+        engine.waits_after = 20 * num_gateways + num_more
+        # Tokens that were made while no gateway ran come as one part. Those after its first answer come one by one.
+        with suppress(httpx.HTTPError):
+            httpx.get(f"{url}/health")
+            num_more = min(num_more + 1, 10)
         if num_gateways > len(AT_EACH_POINT):
             engine.may_go_on.set()
 
@@ -95,7 +101,7 @@ def test_an_answer_is_whole_though_its_gateways_are_killed_at_each_point(
             engine.step_s = STEP_S  # Faster, a chunk has many tokens, and the answer fewer parts than there are points.
             engine.may_go_on.clear()
         ended = threading.Event()
-        held = threading.Thread(target=hold_back, args=(engine, counted, ended))
+        held = threading.Thread(target=hold_back, args=(engine, counted, ended, gateway.url))
         held.start()
         body = asked(gateway, case)
         ended.set()

@@ -41,6 +41,8 @@ class _Frame(NamedTuple):
 class _OpenAIEncoder(ChunkEncoder):
     """The base of both encoders."""
 
+    __slots__ = ("_has_ids", "_has_usage", "_indices", "_num_prompt_tokens", "_renderer")
+
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         super().__init__(head.cut_at)
         self._renderer = renderer
@@ -90,17 +92,24 @@ class SseEncoder(_OpenAIEncoder):
     Encoding raises StreamDivergedError if the log no longer contains the position `cut_at`.
     """
 
+    __slots__ = ("_frames", "_has_one_job", "_has_position", "_is_bare")
+
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         super().__init__(renderer, head)
         self._is_bare = not self._has_ids and not self._has_usage
+        self._has_position = self._has_ids or head.cut_at is not None
+        """Whether anything depends on how many tokens came before."""
+        self._has_one_job = len(head.job_ids) == 1
         # Of one request.
-        self._frames: dict[tuple[str, int], _Frame | None] = {}
+        self._frames: dict[int | tuple[str, int], _Frame | None] = {}
+        """By choice, and by job if there are several."""
 
     def _event_of(self, chunk: Chunk) -> bytes:
-        if not self._progress.is_new(chunk):
+        if self._has_position and not self._progress.is_new(chunk):
             return b""
+        key: int | tuple[str, int] = chunk.choice if self._has_one_job else (chunk.job_id, chunk.choice)
         if chunk.text and chunk.finish_reason is None:
-            frame = self._frames.get((chunk.job_id, chunk.choice))
+            frame = self._frames.get(key)
             if frame is not None:
                 text = to_json(chunk.text, ensure_ascii=True)
                 return frame.middle + text + frame.tail if self._is_bare else self._framed(frame, text, chunk)
@@ -109,9 +118,9 @@ class SseEncoder(_OpenAIEncoder):
         if not chunk.text and finish_reason is None:
             return b""
         rendered = self._encoded(self._piece(chunk, chunk.text, finish_reason), chunk)
-        if (chunk.job_id, chunk.choice) not in self._frames:
+        if key not in self._frames:
             # The first event of a choice differs in shape, so the frame is built after it.
-            self._frames[chunk.job_id, chunk.choice] = self._frame_of(chunk)
+            self._frames[key] = self._frame_of(chunk)
         return rendered
 
     def _framed(self, frame: _Frame, text: bytes, chunk: Chunk) -> bytes:

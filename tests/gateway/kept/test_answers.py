@@ -44,7 +44,7 @@ class FakeConnection(KeptConnection):
     def _abort(self) -> None:
         self.was_aborted = True
 
-    def begin(self, record: bytes, num_counters: int, *, has_checksums: bool = True) -> AnswerSlot | None:
+    def begin(self, record: bytes, num_counters: int) -> AnswerSlot | None:
         if len(record) > MAX_RECORD_BYTES:
             return super().begin(record, num_counters)
         self._given.slot.begin(record, num_counters, num_before=0, num_read=0)

@@ -7,6 +7,7 @@ import random
 import socket
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count, pairwise
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.gateway.http.protocol import MAX_BUFFERED_BYTES
+from penstock.gateway.kept import slots
 from penstock.gateway.kept.answer import KeptTransport
 from penstock.gateway.kept.slots import (
     ANSWERING,
@@ -23,12 +25,11 @@ from penstock.gateway.kept.slots import (
     IDLE,
     LOST,
     MAX_RECORD_BYTES,
-    NO_CHECKSUM,
     SLOT_BYTES,
-    SMALL_BYTES,
     VERSION,
     AnswerSlot,
     Slots,
+    Stage,
     memory_bytes,
 )
 from penstock.gateway.stream.direct_body import KeptBody
@@ -62,18 +63,19 @@ def killing(dies_at: str, numbers: Iterator[int], kill_at: int, _: str, what: st
         raise KilledError
 
 
-class ArmedWords:
-    """The numbers of a slot, with a point at which the gateway may be killed before each store."""
+class ArmedCount:
+    """The counts of small parts, with a point at which the gateway may be killed before each store and after all."""
 
-    def __init__(self, words: memoryview) -> None:
-        self._words = words
+    size, iter_unpack = slots._COUNT.size, slots._COUNT.iter_unpack
+    unpack_from, _pack_into = slots._COUNT.unpack_from, slots._COUNT.pack_into
 
-    def __getitem__(self, word: int) -> int:
-        return self._words[word]
-
-    def __setitem__(self, word: int, number: int) -> None:
+    def pack_into(self, memory: mmap.mmap, place: int, *numbers: int) -> None:
+        stored = [*self.unpack_from(memory, place)]
+        for at, number in enumerate(numbers):
+            crash_points.point("before", "store")
+            stored[at] = number
+            self._pack_into(memory, place, *stored)
         crash_points.point("before", "store")
-        self._words[word] = number
 
 
 @pytest.fixture
@@ -90,65 +92,84 @@ class Never:
     """An answer that need not be given up."""
 
 
-def written(slot: AnswerSlot, connection: Connection, event: bytes) -> None:
-    """Write an event of an answer as the gateway does."""
+def body_of(slot: AnswerSlot, connection: Connection) -> KeptBody:
+    """Return the body of an answer as the gateway makes it."""
 
     def write(data: bytes) -> None:
         crash_points.point("between", "commit and write")
         connection.write(data)
+        crash_points.point("between", "write and look")
 
     transport: Any = SimpleNamespace(get_write_buffer_size=lambda: len(connection.waiting), write=write)
     cycle: Any = SimpleNamespace(transport=KeptTransport(transport, slot, cast(Any, Never())), flow=None)
-    KeptBody(cycle, slot, transport).write(event, event)
+    return KeptBody(cycle, slot, transport)
 
 
-@pytest.mark.parametrize("dies_at", ["", "ring and commit", "store", "commit and write"])
-@pytest.mark.parametrize("size", [100, 40_000])
-@pytest.mark.parametrize("has_checksums", [False, True])
-def test_a_successor_sends_exactly_what_the_kernel_has_not_got(memory, monkeypatch, dies_at, size, has_checksums):
-    random.seed(size)
-    num_small = 0
-    for turn in range(60):
-        slot, connection = AnswerSlot(memory, turn % 2), Connection()
-        slot.begin(b"record", 1, num_before=7, num_read=9, has_checksums=has_checksums)
-        slot.words = cast(memoryview, ArmedWords(slot.words))
-        sent, num_parts, kill_at, events = b"", random.randint(1, 40), random.randint(0, 80), b""
-        seen = [(0, b"")]
+class Sent:
+    """One answer: what is written of it, and what its slot must say then."""
 
-        monkeypatch.setattr(crash_points, "point", partial(killing, dies_at, count(), kill_at))
-        try:
-            for _ in range(num_parts):
-                event = random.randbytes(random.randint(1, size))
-                part = framed(event)
-                seen.append((len(sent + part), events + event))
-                is_small = 0 < slot.small >= len(part) and not connection.waiting
-                written(slot, connection, event)
-                num_small += is_small
-                sent, events = sent + part, events + event
-        except KilledError:
-            pass
-        monkeypatch.undo()
-        left = AnswerSlot(memory, turn % 2).left()
+    def __init__(self, slot: AnswerSlot) -> None:
+        self.connection = Connection()
+        self._body = body_of(slot, self.connection)
+        self._slot = slot
+        self._seen = [(0, b"")]
+        self._next = 0
+        self.num_small = 0
+        slot.begin(b"record", 1, num_before=7, num_read=9)
+
+    def write(self, event: bytes) -> None:
+        """Write an event, at which the gateway may be killed."""
+        total, events = self._seen[-1]
+        self._seen.append((total + len(framed(event)), events + event))
+        self.num_small += 0 < self._slot.small >= len(framed(event))
+        self._body.write(event, event)
+
+    def check(self, slot: AnswerSlot) -> None:
+        """Check what a successor finds, and go on with the answer."""
+        left = slot.left()
         assert (left.state, left.record, left.num_before, left.num_read) == (ANSWERING, b"record", 7, 9)
         # The part at which the gateway was killed is counted whole, or not at all.
-        events = dict(seen)[left.total]
-        sent = b"".join(map(framed, pieces(seen, left.total)))
-        again = AnswerSlot(memory, turn % 2)
-        again.continue_from(left)
-        taken = bytes(connection.taken)
-        assert taken + again.rest(left, len(taken)) == sent
-        assert left.counters == (len(events), zlib.adler32(events) if has_checksums else NO_CHECKSUM)
-        assert events.endswith(left.newest)
-        assert again.put(b"more", len(sent) - len(taken))
-        left = AnswerSlot(memory, turn % 2).left()
-        assert taken + again.rest(left, len(taken)) == sent + b"more"
-    assert bool(num_small) is (size <= SMALL_BYTES and not has_checksums) or size > SMALL_BYTES
+        events = dict(self._seen)[left.total]
+        whole = [events for end, events in self._seen if end <= left.total]
+        sent = b"".join(framed(after[len(before) :]) for before, after in pairwise(whole))
+        assert left.counters == (len(events), zlib.adler32(events))
+        taken = bytes(self.connection.taken)
+        slot.continue_from(left)
+        assert taken + slot.rest(left, len(taken)) == sent
+        self.connection.waiting[:] = sent[len(taken) :]
+        self._slot, self._body = slot, body_of(slot, self.connection)
+        self._seen = [(total, events) for total, events in self._seen if total <= left.total]
 
 
-def pieces(seen: list[tuple[int, bytes]], total: int) -> list[bytes]:
-    """Return the events of each part until the answer has so many bytes."""
-    whole = [events for end, events in seen if end <= total]
-    return [after[len(before) :] for before, after in pairwise(whole)]
+KILLS = ("", "ring and commit", "store", "commit and write", "write and look")
+
+
+@pytest.mark.parametrize("dies_at", KILLS)
+@pytest.mark.parametrize("size", [100, 40_000])
+def test_a_successor_sends_exactly_what_the_kernel_has_not_got(tmp_path, monkeypatch, dies_at, size):
+    """Of answers that are written by turns, and so does its own successor."""
+    random.seed(size)
+    num_small = 0
+    for _ in range(60):
+        (tmp_path / "memory").write_bytes(b"")
+        with open(tmp_path / "memory", "r+b") as file:
+            first = Slots(file.fileno(), 3)
+            answers = {slot.number: Sent(slot) for _ in range(3) if (slot := first.take()) is not None}
+            for _ in range(3):
+                kill_at = random.randint(0, 80)
+                monkeypatch.setattr(slots, "_COUNT", ArmedCount())
+                monkeypatch.setattr(crash_points, "point", partial(killing, dies_at, count(), kill_at))
+                with suppress(KilledError):
+                    for _ in range(random.randint(1, 60)):
+                        random.choice([*answers.values()]).write(random.randbytes(random.randint(1, size)))
+                monkeypatch.undo()
+                for slot in Slots(file.fileno(), 3).taken([*answers]):
+                    answers[slot.number].check(slot)
+                    # It goes on with this answer before it has looked at the next one.
+                    for _ in range(random.randint(0, 4)):
+                        answers[slot.number].write(random.randbytes(random.randint(1, size)))
+        num_small += sum(answer.num_small for answer in answers.values())
+    assert num_small > 100
 
 
 def test_a_slow_client_needs_both_halves_of_the_ring_and_no_more(memory):
@@ -179,11 +200,11 @@ def test_what_does_not_fit_is_not_kept(memory):
 @pytest.mark.parametrize("size", [10, 50_000])
 def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory, size):
     slot, connection = AnswerSlot(memory, 0), Connection()
-    slot.begin(b"secret" * 50, 1, num_before=0, num_read=0, has_checksums=False)
+    slot.begin(b"secret" * 50, 1, num_before=0, num_read=0)
     slot.put(b"head", 0)
-    connection.take(4)
-    written(slot, connection, b"secret")
-    assert slot.left().total == slot.total == 4 + len(framed(b"secret"))
+    slot.open_short_way()
+    body_of(slot, connection).write(b"secret", b"secret")
+    assert slot.left().total == 4 + len(framed(b"secret"))
     slot.note(FINAL)
     slot.put(b"secret" * size, 0)
     assert slot.left().flags == FINAL
@@ -192,6 +213,20 @@ def test_texts_are_gone_from_the_memory_once_an_answer_is_complete(memory, size)
     assert b"secret" not in memory[:]
     slot.clear()
     assert slot.left().state == EMPTY
+
+
+def test_only_the_text_of_an_open_answer_stays_where_those_of_all_come_by_turns(memory):
+    stage = Stage(memory)
+    slots = [AnswerSlot(memory, number, stage) for number in range(2)]
+    for slot, text in zip(slots, (b"secret" * 5, b"open"), strict=True):
+        slot.begin(b"", 1, num_before=0, num_read=0)
+        slot.open_short_way()
+        slot.stage(framed(text), text)
+    assert b"secret" in memory[:]
+    slots[0].idle(0)
+    assert b"secret" not in memory[:] and slots[1].rest(slots[1].left(), 0) == framed(b"open")
+    slots[1].clear()
+    assert b"open" not in memory[:]
 
 
 def test_a_slot_of_another_version_is_refused(memory):

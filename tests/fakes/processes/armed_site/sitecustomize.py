@@ -5,6 +5,7 @@ point, the second one when a slot has its first bytes, before they are written. 
 FAULTS_COUNTED is a file that grows by a byte for each gateway. What follows `repeat;` is the fault of all gateways.
 """
 
+import mmap
 import os
 import signal
 
@@ -25,7 +26,8 @@ def _own_fault() -> str:
 
 
 def _arm(fault: str) -> None:
-    from penstock.gateway.kept.slots import AnswerSlot, Slots
+    from penstock.gateway.kept import slots
+    from penstock.gateway.kept.slots import AnswerSlot
     from penstock.runtime import crash_points
 
     when, what, count = fault.split("|")
@@ -39,34 +41,31 @@ def _arm(fault: str) -> None:
                 _kill()
 
     crash_points.point = point
-    put, init = AnswerSlot.put, Slots.__init__
+    put = AnswerSlot.put
 
     def put_and_tell(slot: AnswerSlot, data: bytes, num_waiting: int) -> bool:
         is_put = put(slot, data, num_waiting)
         point("after", "put")
         return is_put
 
-    class ArmedWords:
-        """The numbers that count small parts. A part's second store is that of an even number's place."""
+    class ArmedCount:
+        """The counts of small parts. Within one, all is stored but the bytes of the answer, which decide."""
 
-        def __init__(self, words: memoryview) -> None:
-            self._words = words
+        size, iter_unpack = slots._COUNT.size, slots._COUNT.iter_unpack
+        unpack_from, _pack_into = slots._COUNT.unpack_from, slots._COUNT.pack_into
 
-        def __getitem__(self, word: int) -> int:
-            return self._words[word]
-
-        def __setitem__(self, word: int, number: int) -> None:
-            point("within" if word % 2 == 0 else "before", "count of a small part")
-            self._words[word] = number
-            if word % 2 == 0:
+        def pack_into(self, memory: mmap.mmap, place: int, *numbers: int) -> None:
+            *others, part_bytes, _ = numbers
+            if part_bytes:
+                point("before", "count of a small part")
+                self._pack_into(memory, place, *others, part_bytes, self.unpack_from(memory, place)[-1])
+                point("within", "count of a small part")
+            self._pack_into(memory, place, *numbers)
+            if part_bytes:
                 point("after", "count of a small part")
 
-    def init_and_arm(slots: Slots, descriptor: int, count: int) -> None:
-        init(slots, descriptor, count)
-        slots._words = ArmedWords(slots._words)  # type: ignore[assignment]
-
     AnswerSlot.put = put_and_tell  # type: ignore[method-assign]
-    Slots.__init__ = init_and_arm  # type: ignore[method-assign]
+    slots._COUNT = ArmedCount()  # type: ignore[assignment]
 
 
 if "PENSTOCK_GATEWAY_KEEPER" in os.environ and "FAULTS_OF_GATEWAYS" in os.environ and (_fault := _own_fault()):
