@@ -129,7 +129,10 @@ class Held:
     def __init__(self, page: Page, address: str) -> None:
         self.page = page
         self.routes = list[Route]()
-        page.route(address, lambda route: self.routes.append(route))
+        page.route(address, self._hold)
+
+    def _hold(self, route: Route) -> None:
+        self.routes.append(route)
 
     def first(self) -> Route:
         """Wait for the first one. Its route may come after the page has reported the request."""
