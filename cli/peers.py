@@ -156,6 +156,18 @@ _WITHOUT_EFFECT: tuple[tuple[str, str, str], ...] = (
     ("identifiers of requests are always sent", "--enable-request-id-headers", ""),
     ("any method and header of the API is allowed", "--allow-credentials", "--allowed-methods --allowed-headers"),
     ("scales of the cache are computed", "--calculate-kv-scales", "--quantization-param-path"),
+    ("states of recurrent layers are always float32", "", "--mamba-cache-dtype --mamba-ssm-cache-dtype"),
+    ("states of recurrent layers are always float32", "", "--mamba-ssm-dtype"),
+    (
+        "states are saved where prompts and answers end, in the memory of --state-cache-gib",
+        "",
+        "--mamba-cache-mode --mamba-block-size --mamba-scheduler-strategy --mamba-radix-cache-strategy",
+    ),
+    (
+        "states are saved where prompts and answers end, in the memory of --state-cache-gib",
+        "",
+        "--mamba-track-interval -ctxcp --ctx-checkpoints --swa-checkpoints --checkpoint-every-nb",
+    ),
 )
 """Why an option has no effect, such options without a value, and with one."""
 
@@ -205,6 +217,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("a model runs until its node ends", "--enable-sleep-mode", "--sleep-idle-seconds --load-mode"),
     ("a request's limit is --max-model-len, that of all --num-kv-blocks", "", "--max-total-tokens"),
     ("the KV cache's size is --num-kv-blocks or --kv-cache-gib", "", "--swap-space-bytes"),
+    ("the states' memory is --state-cache-gib", "", "--max-mamba-cache-size --mamba-full-memory-ratio"),
     ("offload weights with --cpu-offload-gb", "", "--n-cpu-moe -ncmoe --override-tensor -ot"),
 )
 """What to do instead of an option, such options without a value, and with one."""

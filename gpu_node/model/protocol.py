@@ -47,8 +47,11 @@ FAILED_TOKEN = -1
 
 NO_LOGPROBS = -1
 
-MatrixName: TypeAlias = Literal["qkv", "out", "mixer_out", "mlp_in", "mlp_out", "expert_in", "expert_out"]
-"""The matrices of a layer; runners compute one matrix product for each."""
+MatrixName: TypeAlias = Literal["qkv", "out", "mixer_out", "mlp_in", "mlp_out", "expert_in", "expert_out", "gates"]
+"""The matrices of a layer; runners compute one matrix product for each.
+
+`gates`: those of a delta rule's value heads, small and in float32. They are named where adapters change them.
+"""
 
 _MASK_BITS = 32
 

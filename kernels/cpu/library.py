@@ -32,7 +32,7 @@ from penstock.kernels.cpu.structs import (
 
 
 class Slot(IntEnum):
-    """The matrices of a model; EMBEDDING, HEAD and TOKEN_INPUTS belong to no layer."""
+    """The matrices of a model; EMBEDDING, HEAD and TOKEN_INPUTS belong to no layer. GATES has adapters alone."""
 
     QKV = 0
     OUT = 1
@@ -43,9 +43,10 @@ class Slot(IntEnum):
     MIXER_OUT = 6
     EXPERT_IN = 7
     EXPERT_OUT = 8
-    EMBEDDING = 9
-    HEAD = 10
-    TOKEN_INPUTS = 11
+    GATES = 9
+    EMBEDDING = 10
+    HEAD = 11
+    TOKEN_INPUTS = 12
 
 
 class Vector(IntEnum):

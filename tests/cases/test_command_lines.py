@@ -77,6 +77,8 @@ TAKEN: dict[str, dict[str, object]] = {
     "./tinyllama.gguf --load-format gguf --quantization gguf": {"load_format": "auto", "quantization": "auto"},
     f"{LLAMA} --kv-cache-dtype fp8 --calculate-kv-scales": {"kv_cache_dtype": "fp8"},
     f"{LLAMA} --kv-cache-dtype fp8_e4m3 --enable-prefix-caching": {"kv_cache_dtype": "fp8"},
+    f"{QWEN} --max-num-seqs 8 --mamba-cache-mode align --mamba-ssm-cache-dtype float32": {"max_num_seqs": 8},
+    f"{QWEN} --max-num-seqs 8 --mamba-scheduler-strategy extra_buffer --ctx-checkpoints 32": {"max_num_seqs": 8},
     "meta-llama/Llama-2-7b-hf --enable-lora --lora-modules sql-lora=/l/sql": {"lora": ("sql-lora=/l/sql",)},
     """m --enable-lora --lora-modules a=/a '{"name": "b", "path": "/b", "base_model": "m"}' --max-lora-rank 64""": {
         "lora": ("a=/a", "b=/b"),

@@ -55,7 +55,7 @@ void penstock_single_repack(int format, int source, int rows, int columns, const
 void penstock_single_low_rank(int outputs, int columns, const LowRankPart* parts, int num_parts, const float* x,
                               int rows, float* out) {
   const Matrix matrix({{Format::kBf16, outputs}}, columns);
-  const LowRank low(parts, num_parts, matrix, {nullptr, nullptr, nullptr});
+  const LowRank low(parts, num_parts, outputs, columns, {nullptr, nullptr, nullptr});
   std::vector<float> padded(matrix.padded_columns()), inner(low.rank()), panel(kPanel);
   for (int r = 0; r < rows; ++r) {
     std::copy_n(x + (size_t)r * columns, columns, padded.data());

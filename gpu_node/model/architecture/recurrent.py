@@ -94,6 +94,14 @@ class DeltaRule:
         return tuple(zip(self.inputs, (self.channels, self.outputs), strict=True))
 
     @property
+    def gate_parts(self) -> Parts:
+        """The matrices of both gates, first that of learning. Or one that holds both."""
+        heads = self.num_value_heads
+        if self.learning_gate == self.decay_gate:
+            return ((self.learning_gate, 2 * heads),)
+        return (self.learning_gate, heads), (self.decay_gate, heads)
+
+    @property
     def is_fused(self) -> bool:
         """Whether one tensor has all inputs."""
         return len(self.inputs) == 1

@@ -277,8 +277,10 @@ class LayerSpec:
 
     @property
     def adapted_matrices(self) -> tuple[MatrixName, ...]:
-        """The matrices that LoRA adapters may change: not those of experts."""
-        return tuple(one for one in self.matrices if (mlp := self.mlp_of(one)) is None or mlp.experts is None)
+        """The matrices that LoRA adapters may change: not those of experts, but the gates of a delta rule."""
+        gates: tuple[MatrixName, ...] = ("gates",) if isinstance(self.recurrence, DeltaRule) else ()
+        dense = (one for one in self.matrices if (mlp := self.mlp_of(one)) is None or mlp.experts is None)
+        return *dense, *gates
 
     def mlp_of(self, matrix: MatrixName) -> Mlp | None:
         """Return the MLP, or the mixture of experts, that has a matrix of this name; None for those of mixers."""
@@ -353,9 +355,8 @@ class ModelSpec:
         self._check_sources()
         num_experts = sum(sum(mlp.num_experts for mlp in layer.mlps if mlp.experts) for layer in self.layers)
         if num_experts > MAX_EXPERT_MATRICES:
-            raise ConfigError(
-                f"the layers have {num_experts:,} experts, but a model may have {MAX_EXPERT_MATRICES:,} in all"
-            )
+            found = f"the layers have {num_experts:,} experts"
+            raise ConfigError(f"{found}, but a model may have {MAX_EXPERT_MATRICES:,} in all")
         self._check_positions()
 
     def _check_sources(self) -> None:
@@ -460,6 +461,8 @@ class ModelSpec:
             return of_attention + (() if layer.recurrence is None else layer.recurrence.input_parts)
         if mixer is not None and matrix == "out":
             return ((mixer.out, self.hidden_size),)
+        if matrix == "gates":
+            return layer.recurrence.gate_parts if isinstance(layer.recurrence, DeltaRule) else ()
         if matrix == "mixer_out":
             return ((layer.recurrence.out, self.hidden_size),) if layer.recurrence and layer.attention else ()
         if mlp is not None and matrix.endswith("in"):
@@ -475,7 +478,7 @@ class ModelSpec:
             return 0 if layer.attention is None else layer.attention.queries
         if matrix in ("mlp_out", "expert_out"):
             return 0 if (mlp := layer.mlp_of(matrix)) is None else mlp.intermediate_size
-        return self.hidden_size if matrix in layer.matrices else 0
+        return self.hidden_size if matrix in (*layer.matrices, *layer.adapted_matrices) else 0
 
 
 def state_bytes(spec: ModelSpec) -> int:

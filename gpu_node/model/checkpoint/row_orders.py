@@ -35,6 +35,16 @@ def value_order(mixer: DeltaRule) -> NDArray[np.int32]:
     return by_head.swapaxes(0, 1).ravel()
 
 
+def gate_orders(mixer: DeltaRule) -> tuple[NDArray[np.int32], ...]:
+    """Return, for each part of `gate_parts`, the rows as runners have them, as indices into those of Hugging Face."""
+    by_head = np.arange(mixer.num_value_heads, dtype=np.int32).reshape(mixer.num_key_heads, -1)
+    if len(mixer.gate_parts) == 2:
+        own = by_head.swapaxes(0, 1).ravel() if mixer.tiles_values else by_head.ravel()
+        return own, own
+    fused = np.arange(2 * mixer.num_value_heads, dtype=np.int32).reshape(mixer.num_key_heads, 2, -1)
+    return (fused.swapaxes(0, 1).ravel(),)
+
+
 def halves_orders(attention: Attention) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the rows of queries and of keys in this order, as indices into those of an interleaved checkpoint."""
     dim = attention.head_dim if attention.rope is None else attention.rope.dim

@@ -12,7 +12,7 @@ from penstock.gpu_node.model.architecture.mlp import Experts, Mlp
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule, Parts, ShortConvolution, StateSpace
 from penstock.gpu_node.model.architecture.spec import Attention, ModelSpec
 from penstock.gpu_node.model.checkpoint.expert_stacks import transposed
-from penstock.gpu_node.model.checkpoint.row_orders import halves_orders, input_order, rows_by_part
+from penstock.gpu_node.model.checkpoint.row_orders import gate_orders, halves_orders, input_order, rows_by_part
 from penstock.gpu_node.model.checkpoint.stored_kinds import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_layer import (
     StoredHeads,
@@ -277,9 +277,8 @@ class DecoderTensors:
         learning, decay = (name.format(layer=layer) for name in (mixer.learning_gate, mixer.decay_gate))
         if learning != decay:
             return get(f"{learning}.weight", count, hidden), get(f"{decay}.weight", count, hidden)
-        fused = get(f"{learning}.weight", 2 * count, hidden)
-        by_head = np.arange(2 * count, dtype=np.int32).reshape(mixer.num_key_heads, 2, -1)
-        first, second = (fused.take_rows(by_head[:, i].ravel(), count, hidden) for i in (0, 1))
+        fused, (order,) = get(f"{learning}.weight", 2 * count, hidden), gate_orders(mixer)
+        first, second = (fused.take_rows(rows, count, hidden) for rows in (order[:count], order[count:]))
         return first, second
 
     def router(self, layer: int) -> Stored | None:

@@ -116,9 +116,10 @@ class GpuAdapters:
         """Compile the adapter kernels for the rank of each kind of matrix by running them on a dummy row."""
         tile = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self._device.torch)
         layers = self._spec.layers
-        for (at, _), table in self._tables.items():
+        for (at, matrix), table in self._tables.items():
             if layers.index(layers[at]) == at:
                 out, x = (table.down.new_zeros(1, size) for size in (table.up.shape[1], table.down.shape[2]))
+                out = out.float() if matrix == "gates" else out
                 add_lora(out, x, table.down, table.up, tile)
 
     def rows_of(self, step: StepInputs[Tensor]) -> AdaptedTiles:

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.experts import GpuExperts, activated, clamp_of, scale_halves
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
-from penstock.gpu_node.model.gpu.recurrent import StatePool, mix
+from penstock.gpu_node.model.gpu.recurrent import StatePool, head_gates_of, mix
 from penstock.gpu_node.model.protocol import MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, MixtureWeights, Norm, Product
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, query_factors, rope_angles
@@ -215,7 +215,7 @@ class GpuDecoder:
             if spec_of_layer.mixer is not None:
                 matrix: _Matrix = i, "qkv", layer.qkv
                 normed, projected = self._normed_product(residual, delta, layer.attention_norm, matrix, adapted)
-                delta, mixed = None, self._mixed(step, normed, projected, layers, layer, i, splits, states)
+                delta, mixed = None, self._mixed(step, normed, projected, layers, layer, i, splits, states, adapted)
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 residual, delta, mixed = _at_samples(step.sampling, residual, delta, mixed)
@@ -234,6 +234,7 @@ class GpuDecoder:
         at: int,
         splits: int,
         states: StatePool | None,
+        adapted: AdaptedTiles,
     ) -> _Mixed:
         """Compute the mixers of layer `at`, and store its keys, values and states.
 
@@ -248,7 +249,10 @@ class GpuDecoder:
             held = None if states is None else states.layers[at]
             if held is None or layer.recurrence is None:
                 raise InvariantError(f"layer {at} has no states")
-            rows = mix(spec.recurrence, layer.recurrence, normed, projected, held, _state_rows(step))
+            gates = None if normed is None else head_gates_of(layer.recurrence, normed)
+            if normed is not None and gates is not None:
+                adapted.add(at, "gates", normed, gates)
+            rows = mix(spec.recurrence, layer.recurrence, gates, projected, held, _state_rows(step))
             by_matrix["mixer_out" if by_matrix else "out"] = rows
         return _Mixed(by_matrix, normed if spec.parallel_residual else None)
 

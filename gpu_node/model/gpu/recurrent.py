@@ -70,14 +70,15 @@ class StatePool:
 def mix(
     mixer: Recurrence,
     weights: RecurrentWeights,
-    normed: Tensor | None,
+    head_gates: Tensor | None,
     projected: Tensor,
     states: PooledStates,
     rows: StateRows,
 ) -> Tensor:
     """Continue the states of a layer by all tokens of a step, and return the mixer's outputs in its dtype.
 
-    normed: [num_tokens, hidden], which only a delta rule reads; projected: its product with the mixer's first matrix.
+    head_gates: [num_tokens, 2 * value heads] of a delta rule, from `head_gates_of`; projected: the products of the
+    tokens with the mixer's first matrix.
     """
     if isinstance(mixer, ShortConvolution):
         given = projected, states.inputs, weights.convolution, weights.bias, rows
@@ -87,13 +88,11 @@ def mix(
     if isinstance(mixer, StateSpace):
         return _scan(mixer, weights, projected, states.inputs, states.matrices, rows)
     heads = weights.heads
-    if not isinstance(heads, HeadWeights) or normed is None:
-        raise InvariantError("a delta rule has no value heads, or no normed rows")
+    if not isinstance(heads, HeadWeights) or head_gates is None:
+        raise InvariantError("a delta rule has no value heads, or no gates of them")
     mixed = convolve(projected, states.inputs, weights.convolution, weights.bias, rows)
-    # A product in which the order of sums does not depend on the number of rows.
-    gates = multiply_invariant(normed.float(), heads.gates, None)
     found = delta_rule(
-        *(mixed, gates, heads.decay_rates, heads.decay_biases, states.matrices, rows),
+        *(mixed, head_gates, heads.decay_rates, heads.decay_biases, states.matrices, rows),
         num_key_heads=mixer.num_key_heads,
         tiled=mixer.tiles_values,
     )
@@ -101,6 +100,15 @@ def mix(
     return gate_outputs(
         found, output_gates, heads.norm, projected.dtype, width=mixer.value_dim, eps=eps, norm_first=True
     )
+
+
+def head_gates_of(weights: RecurrentWeights, normed: Tensor) -> Tensor | None:
+    """Return the gates of a delta rule's value heads before their functions, in float32; None for other mixers.
+
+    normed: [num_tokens, hidden]. The order of sums does not depend on the number of rows.
+    """
+    heads = weights.heads
+    return multiply_invariant(normed.float(), heads.gates, None) if isinstance(heads, HeadWeights) else None
 
 
 def _scan(

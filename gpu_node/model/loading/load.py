@@ -127,7 +127,8 @@ def load_found(
     try:
         runner, arithmetic, adapters = _loaded(found, options, progress, links)
     except MemoryError as error:
-        raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
+        states = "" if options.state_cache_gib is None else f", and state_cache_gib {options.state_cache_gib:g}"
+        raise ConfigError(f"no memory for the model with {_cache_of(options)}{states}: {error}") from error
     if source.is_dummy:
         arithmetic += "-dummy"
     if isinstance(described, Description) and described.origin:

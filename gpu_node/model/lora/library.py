@@ -27,7 +27,13 @@ from penstock.gpu_node.model.architecture.limits import ADAPTER_LIMITS, MAX_HEAD
 from penstock.gpu_node.model.architecture.recurrent import DeltaRule
 from penstock.gpu_node.model.architecture.spec import LayerSpec, ModelSpec
 from penstock.gpu_node.model.checkpoint.json_object import read_object
-from penstock.gpu_node.model.checkpoint.row_orders import halves_orders, input_order, rows_by_part, value_order
+from penstock.gpu_node.model.checkpoint.row_orders import (
+    gate_orders,
+    halves_orders,
+    input_order,
+    rows_by_part,
+    value_order,
+)
 from penstock.gpu_node.model.checkpoint.source import ADAPTER_CONFIG
 from penstock.gpu_node.model.checkpoint.stored_kinds import StoredTensor
 from penstock.gpu_node.model.checkpoint.stored_tensors import TEXT_BASES, read_safetensors
@@ -145,7 +151,19 @@ def _unmatched(name: str, spec: ModelSpec) -> str:
     if any(table in name for table in tables):
         remedy = "merge the adapter into the base model, with merge_and_unload of PEFT, and serve the result"
         return f"{WEIGHTS_FILE} has {name}: adapters of the embedding or of the head are not supported; {remedy}"
+    if any(f".{own.rpartition('}.')[2]}.lora_" in name for own in _routers_and_gates(spec)):
+        remedy = "train the adapter without them, or serve the merged model"
+        return f"{WEIGHTS_FILE} has {name}: adapters of routers and of such gates are not supported; {remedy}"
     return f"{WEIGHTS_FILE} has {name}, which matches no layer matrix of this model"
+
+
+def _routers_and_gates(spec: ModelSpec) -> Iterator[str]:
+    """Yield the names of small matrices that no adapter changes: of routers, and gates of heads and shared experts."""
+    for experts in (mlp.experts for mlp in spec.mlps if mlp.experts is not None):
+        yield experts.router
+        if experts.shared is not None and experts.shared.gate is not None:
+            yield experts.shared.gate
+    yield from (one.head_gate for one in spec.attentions if one.head_gate is not None)
 
 
 def _pairs_of(
@@ -178,6 +196,8 @@ def _pairs_of(
 def _row_orders(kind: LayerSpec, matrix: MatrixName) -> tuple[NDArray[np.int32], ...]:
     """Return the order of the rows of each part of a matrix in the base model; () if it is that of the adapter."""
     attention, mixer = kind.attention, kind.recurrence
+    if matrix == "gates" and isinstance(mixer, DeltaRule):
+        return gate_orders(mixer)
     if matrix == "qkv" and attention is not None and attention.is_fused:
         return (np.concatenate(rows_by_part(attention)),)
     if matrix == "qkv" and attention is not None and attention.interleaved:

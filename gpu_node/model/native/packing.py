@@ -410,6 +410,7 @@ _SLOTS: dict[MatrixName, Slot] = {
     "mlp_out": Slot.MLP_OUT,
     "expert_in": Slot.EXPERT_IN,
     "expert_out": Slot.EXPERT_OUT,
+    "gates": Slot.GATES,
 }
 
 
@@ -425,7 +426,7 @@ class NativeAdapters:
     def set(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot. No step may be running."""
         for at, layer in enumerate(self._spec.layers):
-            for matrix in layer.matrices:
+            for matrix in layer.adapted_matrices:
                 parts = [rows for part in adapter.low_ranks(at, matrix) for rows in self._rows(layer, matrix, part)]
                 gains = self._gains.get((at, matrix)) if parts else None
                 self._model.set_adapter(adapter_slot, _SLOTS[matrix], at, parts, gains)

@@ -19,7 +19,14 @@ from penstock.gpu_node.model.architecture.rope import Rope
 from penstock.gpu_node.model.architecture.spec import Attention, LayerSpec, ModelSpec, QueryGrowth
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 from penstock.gpu_node.model.torch_common.exchanges import Exchanges, PlannedExchange
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Norm, TokenGateWeights
+from penstock.gpu_node.model.torch_common.layers import (
+    DecoderWeights,
+    HeadWeights,
+    LayerWeights,
+    Norm,
+    RecurrentWeights,
+    TokenGateWeights,
+)
 from penstock.gpu_node.model.torch_common.positions import query_factors, rope_angles
 from penstock.gpu_node.model.torch_cpu.attention import AttentionGroup, KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.recurrent import RecurrentLayers, StateSteps
@@ -71,7 +78,7 @@ class TorchAdapters:
         self._weights[adapter_slot] = {
             (at, matrix): tuple(self._part(layer, matrix, part) for part in adapter.low_ranks(at, matrix))
             for at, layer in enumerate(self._spec.layers)
-            for matrix in layer.matrices
+            for matrix in layer.adapted_matrices
         }
 
     def rows_of(self, plan: StepPlan) -> AdaptedRows:
@@ -222,9 +229,17 @@ class Decoder:
             own, projected = projected[:, :first], projected[:, first:]
             mixed["out"] = self._attended(own, normed, at, spec.attention, layer, step)
         if spec.recurrence is not None and layer.recurrence is not None and step.states is not None:
-            rows = self.recurrent.mix(at, spec.recurrence, layer.recurrence, normed, projected, step.states)
+            gates = self._gates(at, layer.recurrence, normed, adapted)
+            rows = self.recurrent.mix(at, spec.recurrence, layer.recurrence, gates, projected, step.states)
             mixed["mixer_out" if mixed else "out"] = rows.to(normed.dtype)
         return mixed
+
+    @staticmethod
+    def _gates(at: int, weights: RecurrentWeights, normed: Tensor, adapted: AdaptedRows) -> Tensor | None:
+        """Return the gates of a delta rule's value heads before their functions, [num_tokens, 2 * value heads]."""
+        if not isinstance(weights.heads, HeadWeights):
+            return None
+        return adapted.add(at, "gates", normed, normed.float() @ weights.heads.gates.T)
 
     def _attended(
         self, projected: Tensor, normed: Tensor, at: int, spec: Attention, layer: LayerWeights, step: _Step

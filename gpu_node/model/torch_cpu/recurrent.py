@@ -104,13 +104,14 @@ class RecurrentLayers:
         at: int,
         mixer: Recurrence,
         weights: RecurrentWeights,
-        normed: Tensor,
+        head_gates: Tensor | None,
         projected: Tensor,
         steps: StateSteps,
     ) -> Tensor:
         """Continue the states of a layer by all tokens of a step, and return the mixer's outputs in float32.
 
-        normed: [num_tokens, hidden]; projected: its product with the mixer's first matrix.
+        head_gates: [num_tokens, 2 * value heads] of a delta rule, before their functions, as `HeadWeights.gates` has
+        them; projected: the products of the tokens with the mixer's first matrix.
         """
         states, projected = self.states[at], projected.float()
         if isinstance(mixer, ShortConvolution):
@@ -119,7 +120,9 @@ class RecurrentLayers:
         if isinstance(mixer, StateSpace):
             return _scan(mixer, weights, projected, states, steps)
         mixed = functional.silu(_convolved(projected[:, : mixer.channels], weights, states, steps))
-        return _delta_rule(mixer, weights, normed.float(), mixed, projected[:, mixer.channels :], states, steps)
+        if head_gates is None:
+            raise InvariantError("a delta rule has no gates of its value heads")
+        return _delta_rule(mixer, weights, head_gates, mixed, projected[:, mixer.channels :], states, steps)
 
 
 def _convolved(inputs: Tensor, weights: RecurrentWeights, states: LayerStates, steps: StateSteps) -> Tensor:
@@ -137,7 +140,7 @@ def _convolved(inputs: Tensor, weights: RecurrentWeights, states: LayerStates, s
 def _delta_rule(
     mixer: DeltaRule,
     weights: RecurrentWeights,
-    normed: Tensor,
+    head_gates: Tensor,
     mixed: Tensor,
     gates: Tensor,
     states: LayerStates,
@@ -145,7 +148,7 @@ def _delta_rule(
 ) -> Tensor:
     """Return the outputs of the delta rule, [num_tokens, value heads * value_dim].
 
-    mixed: queries, keys and values, convolved; gates: of the outputs.
+    head_gates: as `RecurrentLayers.mix` takes them; mixed: queries, keys and values, convolved; gates: of the outputs.
     """
     heads, num_tokens, count = weights.heads, len(mixed), mixer.num_value_heads
     if not isinstance(heads, HeadWeights) or states.matrices is None:
@@ -157,7 +160,7 @@ def _delta_rule(
     )
     queries = queries * mixer.key_dim**-0.5
     values = values.view(num_tokens, count, mixer.value_dim)
-    learning, decay = (normed @ heads.gates.T).chunk(2, dim=-1)
+    learning, decay = head_gates.chunk(2, dim=-1)
     learning = torch.sigmoid(learning).unsqueeze(-1)
     decay = torch.exp(heads.decay_rates * functional.softplus(decay + heads.decay_biases))
     out = torch.empty(num_tokens, count, mixer.value_dim)

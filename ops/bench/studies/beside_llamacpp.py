@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +33,22 @@ Shape: TypeAlias = tuple[str, str, dict[str, Any]]
 """The class of transformers' config, the architecture of GGUF, and the sizes."""
 Found: TypeAlias = dict[tuple[str, str, str, str], list[float]]
 """Tokens per second of each round, by shape, weight format, load and engine (`ours` or `theirs`)."""
+DENSE = "llama-1b"
+LLAMA_1B: Shape = (
+    "LlamaConfig",
+    "llama",
+    {
+        "tie_word_embeddings": True,
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+)
+"""A dense model, under the name DENSE in tables: what others are compared with where GOALS do not hold."""
 _TEXTS = {"max_position_embeddings": 32_768, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
 
 
@@ -109,6 +125,19 @@ def lines(found: Found) -> Iterator[str]:
         goal = next(goal for beginning, goal in GOALS.items() if load.startswith(beginning))
         met = "met" if ours / theirs >= goal else "missed"
         yield f"| {name} {kind} | {load} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} | ≥ {goal} {met} |\n"
+
+
+def lines_beside_dense(found: Found, formats: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield the rows of a table whose goals are the ratios of the dense shape in the same format and load.
+
+    formats: those of the dense shape whose ratios are the goals of another format.
+    """
+    rows: list[tuple[str, str, str, float, float]] = list(ratios_of(found))
+    dense: dict[Any, float] = {(kind, load): ours / theirs for name, kind, load, ours, theirs in rows if name == DENSE}
+    for name, kind, load, ours, theirs in rows:
+        goal, ratio = dense.get(((formats or {}).get(kind, kind), load)), ours / theirs
+        said = "" if goal is None or name == DENSE else f"≥ {goal:.2f} {'met' if ratio >= goal else 'missed'}"
+        yield f"| {name} {kind} | {load} | {ours:.1f} | {theirs:.1f} | {ratio:.2f} | {said} |\n"
 
 
 def _ours_apart(path: Path, prompts: list[int], isa: str) -> dict[str, float]:

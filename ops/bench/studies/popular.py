@@ -7,38 +7,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.contestants import NUM_CORES
 from bench.studies.beside_llamacpp import (
     BFLOAT16,
+    DENSE,
+    LLAMA_1B,
     NUM_AT_ONCE,
     NUM_DECODED,
     SHORT,
-    Found,
     Shape,
     by_turns,
     file_of,
     lines,
-    ratios_of,
+    lines_beside_dense,
 )
 
 RESULTS = Path(__file__).parents[1] / "results"
 PROMPTS = (512,)
-DENSE = "llama-1b"
-_LLAMA = {
-    "tie_word_embeddings": True,
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
-_GEMMA4 = {
+_GEMMA4: dict[str, Any] = {
     # Two head sizes, shared keys and values, and embeddings for each layer, as E2B has them.
     "vocab_size": 262_144,
     "vocab_size_per_layer_input": 262_144,
@@ -71,7 +60,7 @@ _GPT_OSS = {
     "layer_types": ["sliding_attention", "full_attention"] * 5,
 }
 SHAPES: dict[str, Shape] = {
-    DENSE: ("LlamaConfig", "llama", _LLAMA),
+    DENSE: LLAMA_1B,
     "gemma4-1b": ("Gemma4TextConfig", "gemma4", _GEMMA4),
     "gpt-oss-1b": ("GptOssConfig", "gpt-oss", _GPT_OSS),
 }
@@ -112,25 +101,12 @@ def main() -> None:
     if args.action == "prepare":
         return
     found, facts = by_turns(files, args.prompts, args.rounds, isa=args.isa)
-    table = lines(found) if args.isa == "auto" else _beside_dense(found)
+    table = lines(found) if args.isa == "auto" else lines_beside_dense(found, {MXFP4: "Q4_K_M"})
     text = HEAD.format(**facts, isa=args.isa) + "".join(table)
     print(text)
     if args.write:
         name = "popular" if args.isa == "auto" else f"popular_{args.isa}"
         (RESULTS / f"{name}.md").write_text(text)
-
-
-def _beside_dense(found: Found) -> Iterator[str]:
-    """Yield the rows of a table whose goals are the ratios of the dense shape in the same format and load.
-
-    Files with experts in MXFP4 have the goal of Q4_K_M.
-    """
-    rows: list[tuple[str, str, str, float, float]] = list(ratios_of(found))
-    dense: dict[Any, float] = {(kind, load): ours / theirs for name, kind, load, ours, theirs in rows if name == DENSE}
-    for name, kind, load, ours, theirs in rows:
-        goal, ratio = dense.get((kind if kind != MXFP4 else "Q4_K_M", load)), ours / theirs
-        said = "" if goal is None or name == DENSE else f"≥ {goal:.2f} {'met' if ratio >= goal else 'missed'}"
-        yield f"| {name} {kind} | {load} | {ours:.1f} | {theirs:.1f} | {ratio:.2f} | {said} |\n"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """`PYTHONPATH=ops python -m bench.studies.recurrent run`: models with recurrent layers beside llama.cpp.
 
-`prepare` makes the files before. `firsts` measures penstock alone: when the first tokens come of prompts that begin
-with the same system prompt. The models have the shapes of Qwen3.5-0.8B and LFM2-350M and random weights. Both engines
-read the same GGUF files, and run by turns. Needs `make bench-peers PEERS=llamacpp`, of which `llama-quantize`
-and `llama-batched-bench` are enough.
+`prepare` makes the files before. With `--isa avx2`, kernels without AVX-512 are compared, and a dense Llama of 1B is in
+the same run: no ratio may be below the Llama's in the same format and load. `firsts` measures penstock alone: when the
+first tokens come of prompts that begin with the same system prompt. The models have the shapes of Qwen3.5-0.8B and
+LFM2-350M and random weights. Both engines read the same GGUF files, and run by turns. Needs `make bench-peers
+PEERS=llamacpp`, of which `llama-quantize` and `llama-batched-bench` are enough.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from bench import machine
 from bench.contestants import NUM_CORES
 from bench.studies.beside_llamacpp import (
+    DENSE,
+    LLAMA_1B,
     NUM_AT_ONCE,
     NUM_DECODED,
     SHORT,
@@ -27,6 +30,7 @@ from bench.studies.beside_llamacpp import (
     by_turns,
     file_of,
     lines,
+    lines_beside_dense,
     packed_engine,
     random_ids,
     times_of,
@@ -69,12 +73,14 @@ SHAPES: dict[str, Shape] = {
     "lfm2-350m": ("Lfm2Config", "lfm2", _LFM2),
 }
 KINDS = ("Q8_0", "Q4_K_M")
+PAGES = {"auto": "recurrent.md", "avx2": "recurrent_avx2.md", "firsts": "recurrent_firsts.md"}
+"""By instruction set, and of `firsts`."""
 HEAD = f"""# Models with recurrent layers, {{date}}
 
-`PYTHONPATH=ops python -m bench.studies.recurrent run` on {{cpu}}, {NUM_CORES} threads: random weights in the shapes of
-Qwen3.5-0.8B and LFM2-350M, beside the llama.cpp of `make bench-peers` (`llama-batched-bench`), by turns, {{rounds}}
-rounds, medians. Prompts and one stream in tokens/s; {NUM_AT_ONCE} at once: prompts of {SHORT} and {NUM_DECODED} tokens
-out, generated tokens ÷ whole time. Other processes took {{foreign:.0%}} of the machine.
+`PYTHONPATH=ops python -m bench.studies.recurrent run` on {{cpu}}, {NUM_CORES} threads, instruction set {{isa}}: random
+weights in the shapes of Qwen3.5-0.8B and LFM2-350M, beside the llama.cpp of `make bench-peers` (`llama-batched-bench`),
+by turns, {{rounds}} rounds, medians. Prompts and one stream in tokens/s; {NUM_AT_ONCE} at once: prompts of {SHORT} and
+{NUM_DECODED} tokens out, generated tokens ÷ whole time. Other processes took {{foreign:.0%}} of the machine.
 
 | model | load | penstock | llama.cpp | ours ÷ theirs | goal |
 |---|---|---|---|---|---|
@@ -99,19 +105,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[*SHAPES], choices=[*SHAPES])
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--prompts", type=int, nargs="*", default=[*PROMPTS])
+    parser.add_argument("--isa", default="auto", choices=("auto", "avx2"))
     parser.add_argument("--model", type=Path, help="of `first`: the file")
-    parser.add_argument("--write", action="store_true", help="write results/recurrent.md, recurrent_firsts.md")
+    parser.add_argument("--write", action="store_true", help=f"write {', '.join(PAGES.values())} in results/")
     args = parser.parse_args()
     if args.action == "first":
         print(json.dumps(_first_tokens(args.model)))
         return
-    files = {(name, kind): file_of(name, kind, SHAPES[name]) for name in args.only for kind in args.kinds}
+    dense = () if args.isa == "auto" or args.action == "firsts" else (DENSE,)
+    shapes = SHAPES | {DENSE: LLAMA_1B}
+    files = {(name, kind): file_of(name, kind, shapes[name]) for name in (*dense, *args.only) for kind in args.kinds}
     if args.action == "run":
-        found, facts = by_turns(files, args.prompts, args.rounds)
-        text = HEAD.format(**facts) + "".join(lines(found))
+        found, facts = by_turns(files, args.prompts, args.rounds, isa=args.isa)
+        text = HEAD.format(**facts, isa=args.isa) + "".join(lines_beside_dense(found) if dense else lines(found))
         print(text)
         if args.write:
-            (RESULTS / "recurrent.md").write_text(text)
+            (RESULTS / PAGES[args.isa]).write_text(text)
     if args.action == "firsts":
         _run_firsts(files, args.rounds, is_written=args.write)
 
@@ -134,7 +143,7 @@ def _run_firsts(files: dict[tuple[str, str], Path], rounds: int, *, is_written: 
     text = FIRSTS.format(**machine.describe(), **sizes, foreign=foreign.share()) + "".join(rows)
     print(text)
     if is_written:
-        (RESULTS / "recurrent_firsts.md").write_text(text)
+        (RESULTS / PAGES["firsts"]).write_text(text)
 
 
 def _first_tokens(path: Path) -> list[float]:

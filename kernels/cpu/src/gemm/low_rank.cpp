@@ -10,17 +10,17 @@ constexpr int kSums = kRegisters >= 32 ? 8 : 4;
 
 }  // namespace
 
-LowRank::LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const WeightTransform& transform)
-    : columns_(round_up(matrix.columns, kLanes)) {
+LowRank::LowRank(const LowRankPart* parts, int num_parts, int rows, int columns, const WeightTransform& transform)
+    : columns_(round_up(columns, kLanes)) {
   for (int i = 0; i < num_parts; ++i) rank_ += parts[i].rank;
   if (rank_ == 0) return;
   down_ = Buffer<bf16>((size_t)rank_ * columns_);
-  const int rows = matrix.num_panels() * kPanel;
+  rows = round_up(rows, kPanel);
   std::vector<float> dense((size_t)rank_ * rows);
   int first = 0;
   for (int i = 0; i < num_parts; first += parts[i++].rank) {
     const LowRankPart& part = parts[i];
-    set_down(first, part, matrix.columns, transform);
+    set_down(first, part, columns, transform);
     for (int k = 0; k < part.rank; ++k) {
       float* row = &dense[(size_t)(first + k) * rows];
       for (int r = 0; r < part.count; ++r) {

@@ -19,8 +19,8 @@ struct LowRankPart {
 class LowRank {
  public:
   LowRank() = default;
-  // `matrix` and `transform`: the matrix to whose products it adds, and how that matrix was transformed.
-  LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const WeightTransform& transform);
+  // rows, columns, transform: of the matrix to whose products it adds.
+  LowRank(const LowRankPart* parts, int num_parts, int rows, int columns, const WeightTransform& transform);
 
   int rank() const { return rank_; }
   // x: the matrix's input, zero-padded to a multiple of 16. inner: [rank].

@@ -44,7 +44,7 @@ Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const i
       last_products_(step_.head_tokens, spec_, share_, group_, step_, adapters_, buffers_, num_threads),
       tokens_(spec_, weights_, step_, buffers_),
       attention_(spec_, layers, share_, group_, weights_.positions, cache_, windows_, step_, buffers_, last_keeper_),
-      recurrent_(spec_, layers, step_, buffers_),
+      recurrent_(spec_, layers, step_, adapters_, buffers_),
       mlp_(group_, weights_, buffers_),
       experts_(spec_, layers, share_, group_, buffers_),
       head_(spec_, share_, group_, weights_.final_norm, weights_.head, step_, buffers_),
@@ -53,7 +53,8 @@ Model::Model(const Spec& spec, const LayerSpec* layers, int num_threads, const i
 
 void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
                         const float* gains) {
-  LowRank low_rank(parts, num_parts, weights_.matrix(matrix, layer), weights_.transform_of(matrix, layer, gains));
+  const auto [rows, columns] = weights_.shape_of(matrix, layer);
+  LowRank low_rank(parts, num_parts, rows, columns, weights_.transform_of(matrix, layer, gains));
   adapters_.set(adapter_slot, layer, matrix, std::move(low_rank));
 }
 

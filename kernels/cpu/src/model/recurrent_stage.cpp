@@ -80,8 +80,9 @@ void add_token(float* state, int rows, const float* read, const float* write, co
 
 }  // namespace
 
-RecurrentStage::RecurrentStage(const Spec& spec, const LayerSpec* layers, const Step& step, const StepBuffers& buffers)
-    : step_(step), buffers_(buffers), hidden_stride_(round_up(spec.hidden, kPanel)) {
+RecurrentStage::RecurrentStage(const Spec& spec, const LayerSpec* layers, const Step& step, const Adapters& adapters,
+                               const StepBuffers& buffers)
+    : step_(step), adapters_(adapters), buffers_(buffers), hidden_stride_(round_up(spec.hidden, kPanel)) {
   for (int i = 0; i < spec.num_layers; ++i) {
     first_numbers_.push_back(slot_numbers_);
     slot_numbers_ += layers[i].state_numbers();
@@ -93,6 +94,7 @@ RecurrentStage::RecurrentStage(const Spec& spec, const LayerSpec* layers, const 
 void RecurrentStage::prepare() {
   if (slot_numbers_ == 0) return;
   const Plan& plan = step_.plan;
+  if (plan.adapters) inner_.reserve((size_t)plan.num_tokens * adapters_.largest_rank());
   tokens_.clear();
   for (int seq = 0, save = 0; seq < plan.num_seqs; ++seq) {
     Tokens tokens{plan.query_starts[seq], plan.query_starts[seq + 1], save, save};
@@ -169,10 +171,23 @@ void RecurrentStage::set_gates(const Layer& layer, int token) const {
     for (int c = 0; c < hidden_stride_; c += kLanes) sums = fma(load(normed + c), load(row + c), sums);
     gates[i] = sum(sums);
   }
+  adapt_gates(layer, token, normed, gates);
   for (int head = 0; head < heads; ++head) {
     const double decay = weights.decay_rates[head] * softplus((double)gates[heads + head] + weights.decay_biases[head]);
     gates[head] = (float)sigmoid(gates[head]);
     gates[heads + head] = (float)std::exp(decay);
+  }
+}
+
+// Adds what the adapter of a token's sequence adds to the products of both gates. gates: padded to whole panels.
+void RecurrentStage::adapt_gates(const Layer& layer, int token, const float* normed, float* gates) const {
+  const int adapter_slot = step_.adapter_slot(token);
+  const LowRank* adapter = adapter_slot < 0 ? nullptr : adapters_.find(adapter_slot, layer.index, Slot::kGates);
+  if (!adapter) return;
+  float* inner = inner_.data() + (size_t)token * adapters_.largest_rank();
+  adapter->shrink(normed, inner);
+  for (int panel = 0; panel * kPanel < 2 * layer.spec.value_heads; ++panel) {
+    adapter->expand(inner, panel, gates + panel * kPanel);
   }
 }
 

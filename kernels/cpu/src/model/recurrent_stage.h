@@ -8,6 +8,7 @@
 #include "model/step.h"
 #include "model/step_buffers.h"
 #include "threads/team.h"
+#include "weights/adapters.h"
 #include "weights/decoder_weights.h"
 
 namespace penstock {
@@ -20,7 +21,8 @@ constexpr int kMaxTaps = 64;
 class RecurrentStage {
  public:
   // layers: [spec.num_layers].
-  RecurrentStage(const Spec& spec, const LayerSpec* layers, const Step& step, const StepBuffers& buffers);
+  RecurrentStage(const Spec& spec, const LayerSpec* layers, const Step& step, const Adapters& adapters,
+                 const StepBuffers& buffers);
 
   // Plans the step.
   void prepare();
@@ -55,6 +57,7 @@ class RecurrentStage {
   void scan(const Layer& layer, int seq, int head, int block) const;
   void gate_group(const Layer& layer, int token, int group) const;
   void set_gates(const Layer& layer, int token) const;
+  void adapt_gates(const Layer& layer, int token, const float* normed, float* gates) const;
   void convolve_head(const Layer& layer, int seq, int head) const;
   void convolve_channels(const Layer& layer, int seq, int first, int count) const;
   void keep_inputs(const Layer& layer, int seq, int first, int count) const;
@@ -63,6 +66,7 @@ class RecurrentStage {
   void mix_short(const Layer& layer, int seq, int first, int count) const;
 
   const Step& step_;
+  const Adapters& adapters_;
   const StepBuffers& buffers_;
   const int hidden_stride_;
   std::vector<size_t> first_numbers_;  // by layer: where its state begins in a slot
@@ -70,6 +74,7 @@ class RecurrentStage {
   Buffer<float> states_;  // by slot
   Buffer<float> zeros_;   // a row of inputs before a text begins
   std::vector<Tokens> tokens_;
+  Buffer<float> inner_;  // by token: what an adapter shrinks it to, if a sequence of the step has one
 };
 
 }  // namespace penstock

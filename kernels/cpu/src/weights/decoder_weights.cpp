@@ -56,6 +56,12 @@ Matrix& DecoderWeights::matrix(Slot slot, int layer) {
   }
 }
 
+std::pair<int, int> DecoderWeights::shape_of(Slot slot, int layer) {
+  if (slot == Slot::kGates) return {2 * layers[layer].spec.value_heads, hidden_};
+  const Matrix& found = matrix(slot, layer);
+  return {found.rows, found.columns};
+}
+
 void DecoderWeights::fill(Team& team, Slot slot, int layer, const Part& part, const float* gains) {
   penstock::fill(team, matrix(slot, layer), part, transform_of(slot, layer, gains));
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "gemm/fill.h"
@@ -47,11 +48,12 @@ enum class Slot : int {
   kMixerOut = 6,
   kExpertIn = 7,
   kExpertOut = 8,
-  kEmbedding = 9,
-  kHead = 10,
-  kTokenInputs = 11
+  kGates = 9,  // of a delta rule's value heads: only adapters know this slot, RecurrentWeights has the matrix
+  kEmbedding = 10,
+  kHead = 11,
+  kTokenInputs = 12
 };
-constexpr int kLayerSlots = 9;
+constexpr int kLayerSlots = 10;
 
 // The small tensors of a recurrent mixer, as penstock.gpu_node.model.checkpoint.recurrences describes them.
 struct RecurrentWeights {
@@ -132,6 +134,8 @@ class DecoderWeights {
   DecoderWeights(const Spec& spec, const LayerSpec* layers);
 
   Matrix& matrix(Slot slot, int layer);
+  // Rows and columns of a matrix.
+  std::pair<int, int> shape_of(Slot slot, int layer);
   // The matrix whose rows embed the tokens.
   const Matrix& embedding_rows() const { return embedding.rows ? embedding : head; }
 

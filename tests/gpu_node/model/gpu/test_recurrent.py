@@ -122,7 +122,7 @@ def test_errors_of_quantized_matrices_are_small(family: Family, name: str) -> No
 
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon h1"])
 def test_adapters_change_all_projections(family: Family, tmp_path: Path, name: str) -> None:
-    only = ("q_proj", "o_proj", "in_proj", "in_proj_qkv", "out_proj", "down_proj")
+    only = ("q_proj", "o_proj", "in_proj", "in_proj_qkv", "in_proj_a", "in_proj_b", "out_proj", "down_proj")
     model = AutoModelForCausalLM.from_pretrained(family(name), dtype=torch.float32)
     settings = {"lora": {"adapter": make_adapter(tmp_path / "adapter", model, rank=4, seed=1, only=only)}}
     plain, found = _logits(_runner(family(name), "torch")), []

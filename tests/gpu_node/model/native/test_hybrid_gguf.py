@@ -102,8 +102,8 @@ def test_the_kernels_keep_a_files_formats(made: Callable[..., tuple[Path, Path]]
 
 
 ADAPTED = {
-    "qwen3.5": ("qkv", "in_proj_z", "out_proj", "k_proj", "down_proj"),
-    "qwen3 next": ("qkvz", "out_proj", "k_proj"),
+    "qwen3.5": ("qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "k_proj", "down_proj"),
+    "qwen3 next": ("qkvz", "in_proj_ba", "out_proj", "k_proj"),
     "granite hybrid": ("q_proj", "k_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
 }
 

@@ -32,7 +32,10 @@ TOKEN_IDS = [(7919 * i) % 384 for i in range(1, 131)]
 OTHER_IDS = TOKEN_IDS[::-1]
 
 NATIVE = tuple(RECURRENT_FAMILIES)
-ADAPTED = ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "w1", "w2")
+ADAPTED = (
+    *("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "mlp.up_proj", "feed_forward.up_proj", "w1", "w2"),
+    *("in_proj_qkv", "in_proj_qkvz", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_ba"),
+)
 QUANTIZED = {"int8": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 PRECISE = (
     *("conv1d.weight", "conv.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"),
@@ -144,6 +147,28 @@ def test_sequences_that_continue_a_saved_state_get_the_same_bits(
 
 
 @pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_each_of_several_prompts_of_a_step_saves_its_own_states(
+    family: Family, load_native: LoadNative, name: str, num_threads: int
+) -> None:
+    """No prompt but the first begins at a multiple of a block in the step."""
+    runner = load_native(family(name), state_slots=NUM_SLOTS, num_threads=num_threads)
+    texts = TOKEN_IDS[:71], OTHER_IDS[:33], TOKEN_IDS[20:101]
+    want = [logits_alone(runner, ids) for ids in texts]
+    tracks = [
+        Track(ids, range(1 + 10 * i, 11 + 10 * i), state=i, saves=dict(zip((0, 15, len(ids) - 2), slots, strict=True)))
+        for i, (ids, slots) in enumerate(zip(texts, ((3, 4, 5), (6, 7, 8), (9, 10, 11)), strict=True))
+    ]
+    for logits, own in zip(logits_of_step(runner, [(one, one.left) for one in tracks]), want, strict=True):
+        np.testing.assert_array_equal(logits, own)
+    for track, own in zip(tracks, want, strict=True):
+        for token, slot in reversed(track.saves.items()):
+            again = Track(track.token_ids, track.blocks, done=token + 1, state=track.state, read=slot)
+            (logits,) = logits_of_step(runner, [(again, again.left)])
+            np.testing.assert_array_equal(logits, own[token + 1 :])
+
+
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_step_may_be_repeated_from_the_slot_that_it_read(family: Family, load_native: LoadNative, name: str) -> None:
     """As after a late mask, or a step that failed: the slot that was read is as it was."""
     runner = load_native(family(name), state_slots=NUM_SLOTS)
@@ -155,8 +180,8 @@ def test_a_step_may_be_repeated_from_the_slot_that_it_read(family: Family, load_
         np.testing.assert_array_equal(logits_of_step(runner, [(track, 7)])[0], want[50:57])
 
 
-@pytest.mark.parametrize("name", ["falcon h1", "lfm3"])
-def test_an_adapter_changes_both_mixers_and_gives_the_same_bits_in_parts(
+@pytest.mark.parametrize("name", ["falcon h1", "lfm3", "qwen3.5", "qwen3 next"])
+def test_an_adapter_changes_all_mixers_and_gives_the_same_bits_in_parts(
     family: Family, load_native: LoadNative, tmp_path: Path, name: str
 ) -> None:
     import torch

@@ -125,7 +125,8 @@ ADAPTED = {
     "falcon h1": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),
     "lfm3": ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "w1", "w2"),
     "granite hybrid": ("q_proj", "k_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
-    "qwen3 next": ("in_proj_qkvz", "out_proj", "q_proj", "o_proj"),
+    "qwen3 next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"),
+    "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"),
 }
 
 
@@ -143,6 +144,15 @@ def test_an_adapter_is_as_merged_weights(family: Family, tmp_path: Path, name: s
     found = [logits_of_step(loaded.runner, [(track, count)])[0] for count in (70, 1, 59)]
     assert error_of(np.concatenate(found), want) < MAX_ERROR
     assert error_of(want, _want(family(name), tuple(TOKEN_IDS))) > 0.01
+
+
+def test_an_adapter_of_the_gate_of_shared_experts_is_refused_by_its_name(family: Family, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(family("qwen3.5 moe"), dtype=torch.float32)
+    adapter = make_adapter(tmp_path / "adapter", model, only=("q_proj", "shared_expert_gate"))
+    options = runner_options(runner="torch", num_kv_blocks=64, state_slots=2, lora={"adapter": adapter}, max_loras=1)
+    refused = r"has \S+shared_expert_gate\S+: adapters of routers and of such gates are not supported; train"
+    with pytest.raises(ConfigError, match=refused):
+        load_model(str(family("qwen3.5 moe")), options, lambda stage, done: None)
 
 
 def test_the_text_part_of_a_model_with_images_is_read(family: Family, tmp_path: Path) -> None:
