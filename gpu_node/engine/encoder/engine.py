@@ -24,10 +24,10 @@ from penstock.gpu_node.engine.encoder.entities import entities_of
 from penstock.gpu_node.engine.encoder.steps import LiveTexts, TextSpan, TextSteps, batch_of, halves_of
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.engine.texts import EncoderTask, TextResults
+from penstock.gpu_node.engine.texts import EncoderTask, PackedTexts, TextResults
 from penstock.gpu_node.engine.timings import StepTimings
 from penstock.gpu_node.model.protocol import NO_RANKS, RankStats
-from penstock.gpu_node.model.text_protocol import LoadedEncoder, TextHandle
+from penstock.gpu_node.model.text_protocol import LoadedEncoder, TextHandle, TextResult
 from penstock.runtime.process_memory import resident_bytes
 
 log = logging.getLogger(__package__)
@@ -213,8 +213,7 @@ class EncoderEngine:
         request ends with an error, and others are not affected.
         """
         completed, self._in_flight = self._in_flight, None
-        if completed is not None:
-            self._complete(*completed)
+        result = None if completed is None else self._result_of(*completed)
         spans = self._steps.next_step()
         if spans:
             with self._timings.prepare:
@@ -223,8 +222,12 @@ class EncoderEngine:
             for span in spans:
                 span.live.begun_s = span.live.begun_s or begun_s
             self._in_flight = spans, handle, begun_s
+        # The runner computes the next step meanwhile.
         with self._timings.output:
-            return self._outputs_of(completed[0] if completed is not None else [])
+            if completed is None or result is None:
+                return self._outputs_of([])
+            self._keep_rows(completed[0], result)
+            return self._outputs_of(completed[0])
 
     def requests_in_flight(self) -> set[str]:
         """Return the ids of the current step's requests; safe on any thread."""
@@ -260,8 +263,8 @@ class EncoderEngine:
             **self._timings.stats(),
         )
 
-    def _complete(self, spans: list[TextSpan], handle: TextHandle, begun_s: float) -> None:
-        """Keep the rows of a step's texts. If the step failed, plan its texts again in halves, and raise."""
+    def _result_of(self, spans: list[TextSpan], handle: TextHandle, begun_s: float) -> TextResult:
+        """Wait for a step, and return its result. If it failed, plan its texts again in halves, and raise."""
         try:
             result = handle.result()
         except Exception as error:
@@ -273,7 +276,11 @@ class EncoderEngine:
                 for half in reversed(halves):
                     self._steps.retry(half)
             raise
-        took_s = time.perf_counter() - begun_s
+        self._note(spans, time.perf_counter() - begun_s, result.forward_ms)
+        return result
+
+    def _keep_rows(self, spans: list[TextSpan], result: TextResult) -> None:
+        """Keep what the head makes of a step's result."""
         at = 0
         for span in spans:
             lengths = span.lengths
@@ -283,7 +290,6 @@ class EncoderEngine:
             of_tokens = self._model.head.row_kind == "token_labels"
             parts = np.split(rows, np.cumsum(lengths)[:-1]) if of_tokens else rows
             span.live.rows.update(zip(range(span.first, span.end), parts, strict=True))
-        self._note(spans, took_s, result.forward_ms)
 
     def _note(self, spans: list[TextSpan], took_s: float, forward_ms: float) -> None:
         """Count a computed step."""
@@ -349,22 +355,27 @@ class EncoderEngine:
             raise RequestError("a batch needs an engine without other requests")
         if isinstance(texts, str) or not texts:
             raise RequestError("texts must be a list of at least one text", param="texts")
-        cut = {"truncate_prompt_tokens": truncate_prompt_tokens}
-        params = SamplingParams()
-        for at, text in enumerate(texts):
-            pair = {} if query is None else {"texts": (text,)}
-            task = task_of(first=at, **cut, **pair).within(self.max_model_len)
-            prompt = text if query is None else query
-            packed = self.texts.encode(task, prompt if isinstance(prompt, str) else list(prompt))
-            self.add(EngineRequest(str(at), (), params, seed=0, texts=packed))
-        found = dict[str, StepOutput]()
+
+        def packed_of(at: int) -> PackedTexts:
+            pair = {} if query is None else {"texts": (texts[at],)}
+            task = task_of(first=at, truncate_prompt_tokens=truncate_prompt_tokens, **pair).within(self.max_model_len)
+            prompt = texts[at] if query is None else query
+            return self.texts.encode(task, prompt if isinstance(prompt, str) else list(prompt))
+
+        params, next_text, found = SamplingParams(), 0, dict[str, StepOutput]()
         try:
-            while self.has_work():
-                self.wait()
+            while next_text < len(texts) or self.has_work():
+                # Texts are tokenized while a step computes others.
+                held = sum(len(live.texts) for live in self._live.values())
+                while next_text < len(texts) and held < self.num_kv_tokens:
+                    packed = packed_of(next_text)
+                    self.add(EngineRequest(str(next_text), (), params, seed=0, texts=packed))
+                    held += len(packed)
+                    next_text += 1
                 found.update((output.request_id, output) for output in self.step())
         finally:
-            for at in range(len(texts)):
-                self.abort(str(at))
+            for request_id in tuple(self._live):
+                self.abort(request_id)
         rows = []
         for at in range(len(texts)):
             output = found[str(at)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +95,7 @@ def load_native_encoder(
 
 
 class NativeTextRunner:
-    """Runs each step on the native model's threads, in one pass or more. `submit` starts the first pass."""
+    """Runs each step on the native model's threads, in one pass or more."""
 
     def __init__(
         self,
@@ -114,6 +115,8 @@ class NativeTextRunner:
         self._placement = placement
         self._labels = labels
         self._cores = CrowdedCores(num_threads)
+        # The first of the model's threads. The engine's own work does not keep the others waiting at a barrier.
+        self._thread = ThreadPoolExecutor(1, "penstock-encoder", initializer=model.bind_thread)
 
     @property
     def placement(self) -> Placement:
@@ -121,12 +124,25 @@ class NativeTextRunner:
         return self._placement
 
     def bind_thread(self) -> None:
-        """Pin the calling thread like the model's threads."""
-        self._model.bind_thread()
+        """Do nothing: steps run on a thread of the runner, which is one of the model's."""
 
-    def submit(self, batch: TextBatch) -> _NativeStep:
-        """Start a step."""
-        return _NativeStep(self, batch)
+    def submit(self, batch: TextBatch) -> Future[TextResult]:
+        """Start a step. Its result raises MemoryError if there is not enough memory for a pass."""
+        return self._thread.submit(self._step, batch)
+
+    def _step(self, batch: TextBatch) -> TextResult:
+        """Compute a step, pass after pass. The engine meanwhile prepares the next one and uses the rows of the last."""
+        passes = list(self.passes_of(batch))
+        for one in passes:
+            self._model.start(one.plan())
+            num_in_use = self._model.wait()
+            self._cores.note_step(num_in_use, float(one.times_ms.sum()) / 1e3, packs=False)
+        rows = [self._rows_of(one) for one in passes]
+        took_ms = sum(float(one.times_ms.sum()) for one in passes)
+        return TextResult(rows[0] if len(rows) == 1 else np.concatenate(rows), took_ms)
+
+    def _rows_of(self, one: _Pass) -> NDArray[np.float32]:
+        return one.hidden if self._labels is None else self._labels.rows(one.hidden, np.diff(one.query_starts))
 
     def passes_of(self, batch: TextBatch) -> Iterator[_Pass]:
         """Yield the passes of a step: neighboring texts that fit the cache."""
@@ -166,21 +182,9 @@ class NativeTextRunner:
             times_ms=np.zeros(3, np.float32),
         )
 
-    def start(self, one: _Pass) -> None:
-        """Start a pass."""
-        self._model.start(one.plan())
-
-    def finish(self, one: _Pass) -> tuple[NDArray[np.float32], float]:
-        """Wait for a pass, and return its rows with the milliseconds that it took."""
-        num_in_use = self._model.wait()
-        took_ms = float(one.times_ms.sum())
-        self._cores.note_step(num_in_use, took_ms / 1e3, packs=False)
-        if self._labels is None:
-            return one.hidden, took_ms
-        return self._labels.rows(one.hidden, np.diff(one.query_starts)), took_ms
-
     def close(self) -> None:
         """End the model's threads and free its memory."""
+        self._thread.shutdown()
         self._model.close()
 
 
@@ -210,42 +214,3 @@ class _Pass:
             times_ms=addresses(self.times_ms)[0],
             **dict(zip(names, addresses(*arrays, self.hidden), strict=True)),
         )
-
-
-class _NativeStep:
-    """A step that may still be running. The thread that asks for its result helps to compute it."""
-
-    def __init__(self, runner: NativeTextRunner, batch: TextBatch) -> None:
-        self._runner = runner
-        self._passes = runner.passes_of(batch)
-        self._running: _Pass | None = None
-        self._rows: list[NDArray[np.float32]] = []
-        self._took_ms = 0.0
-        self._error: Exception | None = None
-        self._next()
-
-    def __del__(self) -> None:
-        # The kernels may still write the arrays of a step for which nothing has waited.
-        if self._running is not None:
-            self._runner.finish(self._running)
-
-    def result(self) -> TextResult:
-        """Wait for the step, and return its result. Raises MemoryError if there is not enough memory for a pass."""
-        while (running := self._running) is not None:
-            self._running = None
-            rows, took_ms = self._runner.finish(running)
-            self._rows.append(rows)
-            self._took_ms += took_ms
-            self._next()
-        if self._error is not None:
-            raise self._error
-        return TextResult(np.concatenate(self._rows), self._took_ms)
-
-    def _next(self) -> None:
-        """Start the next pass, if there is one. An error is that of the result."""
-        try:
-            if (following := next(self._passes, None)) is not None:
-                self._runner.start(following)
-                self._running = following
-        except Exception as error:
-            self._error = error

@@ -1,6 +1,7 @@
 #include "gemm/activations.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -85,6 +86,11 @@ PENSTOCK_INLINE void quantize_groups(const float* values, int groups, float* sca
   if (not_finite != 0) std::fill_n(scales, groups, not_finite);
 }
 
+void set_bf16_run(uint32_t* out, const float* values) {
+  store_bf16(reinterpret_cast<bf16*>(out), load(values));
+  store_bf16(reinterpret_cast<bf16*>(out) + kLanes, load(values + kLanes));
+}
+
 }  // namespace
 
 float quantize_row(const float* values, int count, int8_t* q, int32_t* total) {
@@ -109,24 +115,20 @@ void Activations::prepare(int rows, const Matrix& right) {
 }
 
 void Activations::set_row(int row, const float* values) {
-  const int tile = tiling_.tile_of(row), first = tiling_.first(tile), stride = tiling_.size(tile), at = row - first;
+  const Place place = place_of(row);
   const int run = run_words(encoding_);
-  uint32_t* out = data_.data() + (size_t)first * words_ + at * run;
+  uint32_t* out = run_at(place, 0);
   if (encoding_ == Encoding::kBf16) {
-    for (int i = 0; i < padded_; i += kGroup, out += stride * run) {
-      store_bf16(reinterpret_cast<bf16*>(out), load(values + i));
-      store_bf16(reinterpret_cast<bf16*>(out) + kLanes, load(values + i + kLanes));
-    }
+    for (int i = 0; i < padded_; i += kGroup, out += place.rows * run) set_bf16_run(out, values + i);
     return;
   }
   const auto write = [&](int i, Ints x) {
-    store_factors(out + i / kGroup * stride * run + i % kGroup / 4 * kFactorWords, x);
+    store_factors(out + i / kGroup * place.rows * run + i % kGroup / 4 * kFactorWords, x);
   };
   if (encoding_ == Encoding::kByRow) {
-    const size_t i = (size_t)first + at;
     int32_t total;
-    scales_[i] = quantize(values, padded_, &total, write);
-    biases_[i] = -128 * total;
+    scales_[row] = quantize(values, padded_, &total, write);
+    biases_[row] = -128 * total;
     return;
   }
   thread_local std::vector<float> scales;
@@ -135,18 +137,56 @@ void Activations::set_row(int row, const float* values) {
   totals.resize(groups_);
   half_totals.resize(2 * groups_);
   quantize_groups(values, groups_, scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr, write);
-  for (int g = 0; g < groups_; ++g) {
-    const size_t i = (size_t)first * groups_ + g * stride + at;
-    scales_[i] = scales[g];
-    biases_[i] = -128 * totals[g];
-    offsets_[i] = scales[g] * totals[g];
+  for (int g = 0; g < groups_; ++g) set_scales(place, g, scales[g], totals[g], &half_totals[2 * g]);
+}
+
+void Activations::set_group(int first, int count, int group, const float* values) {
+  std::array<Place, kMaxRows> places;
+  places[0] = place_of(first);
+  for (int r = 1; r < count; ++r) places[r] = place_behind(places[r - 1]);
+  if (encoding_ == Encoding::kBf16) {
+    for (int r = 0; r < count; ++r) set_bf16_run(run_at(places[r], group), values + r * kGroup);
+    return;
   }
-  if (has_halves_) {
-    for (int g = 0; g < 2 * groups_; ++g) {
-      const size_t i = (size_t)first * 2 * groups_ + g * stride + at;
-      half_biases_[i] = -32 * half_totals[g];
-      half_offsets_[i] = scales[g / 2] * half_totals[g];
-    }
+  std::array<uint32_t*, kMaxRows> runs;
+  for (int r = 0; r < count; ++r) runs[r] = run_at(places[r], group);
+  std::array<float, kMaxRows> scales;
+  std::array<int32_t, kMaxRows> totals;
+  std::array<int32_t, 2 * kMaxRows> half_totals;
+  // The rows are quantized as the groups of one row are.
+  const auto write = [&](int i, Ints x) { store_factors(runs[i / kGroup] + i % kGroup / 4 * kFactorWords, x); };
+  quantize_groups(values, count, scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr, write);
+  if (count > 1 && std::isnan(scales[0])) {
+    // A number that is not finite spoils its own row alone.
+    for (int r = 0; r < count; ++r) set_group(first + r, 1, group, values + r * kGroup);
+    return;
+  }
+  for (int r = 0; r < count; ++r) set_scales(places[r], group, scales[r], totals[r], &half_totals[2 * r]);
+}
+
+Activations::Place Activations::place_of(int row) const {
+  const int tile = tiling_.tile_of(row), first = tiling_.first(tile);
+  return {tile, first, tiling_.size(tile), row - first};
+}
+
+Activations::Place Activations::place_behind(const Place& place) const {
+  if (place.at + 1 < place.rows) return {place.tile, place.first, place.rows, place.at + 1};
+  return {place.tile + 1, place.first + place.rows, tiling_.size(place.tile + 1), 0};
+}
+
+uint32_t* Activations::run_at(const Place& place, int group) const {
+  return data_.data() + (size_t)place.first * words_ + ((size_t)group * place.rows + place.at) * run_words(encoding_);
+}
+
+void Activations::set_scales(const Place& place, int group, float scale, int32_t total, const int32_t* half_totals) {
+  const size_t i = (size_t)place.first * groups_ + group * place.rows + place.at;
+  scales_[i] = scale;
+  biases_[i] = -128 * total;
+  offsets_[i] = scale * total;
+  for (int half = 0; has_halves_ && half < 2; ++half) {
+    const size_t h = (size_t)place.first * 2 * groups_ + (2 * group + half) * place.rows + place.at;
+    half_biases_[h] = -32 * half_totals[half];
+    half_offsets_[h] = scale * half_totals[half];
   }
 }
 

@@ -18,6 +18,9 @@ constexpr int max_tile_rows(Encoding encoding) {
   return grouped ? 2 : 4;
 }
 
+// Rows that `set_group` writes at once: no kernel has larger tiles.
+constexpr int kMaxRows = max_tile_rows(Encoding::kBf16);
+
 // Consecutive words of one row: those of 32 columns.
 constexpr int run_words(Encoding encoding) {
   return encoding == Encoding::kBf16 ? kGroup / 2 : kGroup / 4 * kFactorWords;
@@ -76,6 +79,9 @@ class Activations {
 
   // Writes a row. `values` has the padded length and is zero past `columns`.
   void set_row(int row, const float* values);
+  // Writes columns [32 * group, 32 * group + 32) of `count` rows from `first` on, as set_row would. values: [count][32].
+  // Not for rows with a single scale, which depends on all columns.
+  void set_group(int first, int count, int group, const float* values);
 
   const Tiling& tiling() const { return tiling_; }
   // The tiling of the prepared rows, for a product with groups of rows. It must be complete before a row is written.
@@ -83,6 +89,16 @@ class Activations {
   Tile tile(int i) const;
 
  private:
+  // Where a row is: its tile, that tile's first row and number of rows, and which of them it is.
+  struct Place {
+    int tile, first, rows, at;
+  };
+  Place place_of(int row) const;
+  Place place_behind(const Place& place) const;  // of the next row, which must exist
+  uint32_t* run_at(const Place& place, int group) const;
+  // half_totals: the sums of both halves of the group; they count only for formats that need them.
+  void set_scales(const Place& place, int group, float scale, int32_t total, const int32_t* half_totals);
+
   Encoding encoding_ = Encoding::kBf16;
   bool has_halves_ = false;
   Tiling tiling_;

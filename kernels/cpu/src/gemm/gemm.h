@@ -28,6 +28,11 @@ inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* pane
 // Rows whose activations stay in the second-level cache while the panels stream through it.
 constexpr int kRowsPerPass = 96;
 
+// Copies a row's outputs of a panel. The library's copies would call a function for so few numbers.
+inline void copy_panel(const float* outputs, float* row) {
+  for (int i = 0; i < kPanel; i += kLanes) store(row + i, load(outputs + i));
+}
+
 // Adds the biases of a panel's outputs. out: [rows][kPanel].
 inline void add_bias(const float* bias, int rows, float* out) {
   for (int i = 0; i < rows * kPanel; i += kLanes) store(out + i, load(out + i) + load(bias + i % kPanel));
@@ -39,7 +44,7 @@ void multiply_panel(const Activations& left, int begin, int end, int num_tiles, 
                     const Finish& finish) {
   thread_local Buffer<uint8_t> packed, unpacked;
   const Matrix::Panel weights = right.read_panel(panel, packed);
-  alignas(64) float out[max_tile_rows(Encoding::kBf16) * kPanel];
+  alignas(64) float out[kMaxRows * kPanel];
   const bool unpacks = is_stored(weights.format) && end - begin >= kTilesToUnpack;
   if (unpacks) {
     unpacked.reserve(unpacked_bytes(weights.format, right.padded_columns()));

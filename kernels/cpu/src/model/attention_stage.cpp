@@ -115,15 +115,17 @@ void AttentionStage::find_wanted(Heads& heads) const {
   }
 }
 
-void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
+void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products, const Norm* pending) const {
   const auto normed = [&](int i) {
-    return layer.attention_norm.apply(buffers_.hidden.row(products.tokens()[i])).values;
+    float* row = buffers_.hidden.row(products.tokens()[i]);
+    if (pending) pending->apply_in_place(row);
+    return layer.attention_norm.apply(row).values;
   };
   const bool is_joint = layer.spec.joins_head_norms && !group_.is_alone();
   const RowBuffer& rows = is_joint ? buffers_.joint : buffers_.qkv;
   products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      std::copy_n(out + r * kPanel, kPanel, rows.row(products.tokens()[first + r]) + panel * kPanel);
+      copy_panel(out + r * kPanel, rows.row(products.tokens()[first + r]) + panel * kPanel);
     }
   });
   if (is_joint) group_.meet(worker);
@@ -144,6 +146,9 @@ void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer, const Ro
 }
 
 void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProducts& products) const {
+  if (sets_inputs(layer, products)) {
+    return products.add(worker, layer, Slot::kOut, products.kInputsAreSet, layer.attention_output_norm);
+  }
   const auto attended = [&](int i) { return buffers_.attended.row(products.tokens()[i]); };
   products.add(worker, layer, Slot::kOut, attended, layer.attention_output_norm);
   if (!layer.spec.has_two_mixers()) return;
@@ -163,14 +168,20 @@ void AttentionStage::set_head_gates(const Layer& layer, int token) const {
   }
 }
 
-void AttentionStage::attend(Worker& worker, const Layer& layer) const {
+bool AttentionStage::sets_inputs(const Layer& layer, const LayerProducts& products) const {
+  // The rows of a tile are then neighboring rows of the products, and heads fill groups of columns.
+  return &products.tokens() == &step_.all_tokens && layer.spec.attends() && !layer.spec.recurs() &&
+         layer.spec.group() == 1 && layer.spec.head_dim % kGroup == 0 && products.takes_columns(layer, Slot::kOut);
+}
+
+void AttentionStage::attend(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const Heads& heads = heads_of(layer);
   const bool has_keys = layer.spec.has_keys();
   if (layer.spec.has_head_gates) {
     worker.for_each(step_.plan.num_tokens, [&](int i) { set_head_gates(layer, i); });
   }
   if (has_keys && !heads.plan.stores_with_tiles) store_all(worker, layer);
-  if (heads.plan.splits_spans) return attend_by_span(worker, layer);
+  if (heads.plan.splits_spans) return attend_by_span(worker, layer, products);
   const KvLayer& cache = cells_of(layer);
   const int end = heads.num_items();
   worker.for_each(end, [&](int i) {
@@ -179,7 +190,7 @@ void AttentionStage::attend(Worker& worker, const Layer& layer) const {
       store_key_value(layer, token, head);
       if (i + 1 < end) cache.fetch(slot_of(layer, item(heads, i + 1).tile), item(heads, i + 1).head);
     }
-    attend_tile(layer, i);
+    attend_tile(layer, i, products);
   });
 }
 
@@ -229,7 +240,11 @@ void AttentionStage::prepare_head(const Layer& layer, const float* x, const Buff
     const size_t angles = (size_t)position * (rotary / 2);
     rotate(x, table.cos.data() + angles, table.sin.data() + angles, rotary, out);
   }
-  std::copy(x + rotary, x + dim, out + rotary);
+  if (rotary == 0) {
+    for (int d = 0; d < dim; d += kLanes) store(out + d, load(x + d));
+  } else {
+    std::copy(x + rotary, x + dim, out + rotary);
+  }
   if ((KvFormat)spec_.kv_format == KvFormat::kInt8) heads_of(layer).rotation.apply(out, out);
 }
 
@@ -249,7 +264,7 @@ bool AttentionStage::begins_last_page(int token) const {
          position - plan.positions[plan.query_starts[seq]] >= position % kPage;
 }
 
-void AttentionStage::attend_tile(const Layer& layer, int i) const {
+void AttentionStage::attend_tile(const Layer& layer, int i, LayerProducts& products) const {
   const Heads& heads = heads_of(layer);
   const Item own = item(heads, i);
   if (!attends_for(layer, own.tile)) return;
@@ -262,10 +277,10 @@ void AttentionStage::attend_tile(const Layer& layer, int i) const {
     rows.next = context_of(heads.plan.tiles[next.tile], layer, next.head);
   }
   penstock::attend(cells_of(layer), rows, context_of(tile, layer, own.head).tokens, states);
-  write_rows(layer, tile, own.head, states);
+  write_rows(layer, tile, own.head, states, products);
 }
 
-void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
+void AttentionStage::attend_by_span(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const Heads& heads = heads_of(layer);
   const KvLayer& cache = cells_of(layer);
   const std::vector<QueryTile>& tiles = heads.plan.tiles;
@@ -289,7 +304,7 @@ void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
     for (int span = starts[t] + 1; span < starts[t + 1]; ++span) {
       for (int r = 0; r < tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], heads.dim);
     }
-    write_rows(layer, tiles[t], head, states);
+    write_rows(layer, tiles[t], head, states, products);
   });
 }
 
@@ -335,25 +350,43 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
           .next = {}};
 }
 
-// Writes a head's rows. That of the last head also clears the padding, where a wider layer may have left numbers.
-void AttentionStage::write_rows(const Layer& layer, const QueryTile& tile, int head, RowState* states) const {
+// Writes a head's rows, or inputs of the output product. The last head also clears the padding of rows, where a wider
+// layer may have left numbers.
+void AttentionStage::write_rows(const Layer& layer, const QueryTile& tile, int head, RowState* states,
+                                LayerProducts& products) const {
   const Heads& heads = heads_of(layer);
+  if (sets_inputs(layer, products)) {
+    const int query = heads.query_of(head, 0), first = token_of(heads, tile, 0);
+    alignas(64) float row[kMaxHeadDim], columns[kMaxHeadDim / kGroup][kMaxQueryRows * kGroup];
+    for (int r = 0; r < tile.rows; ++r) {
+      write_row(layer, first + r, query, states[r], row);
+      for (int d = 0; d < heads.dim; d += kPanel) copy_panel(row + d, columns[d / kGroup] + r * kGroup);
+    }
+    for (int g = 0; g < heads.dim / kGroup; ++g) {
+      products.set_input(layer, Slot::kOut, first, tile.rows, query * heads.dim / kGroup + g, columns[g]);
+    }
+    return;
+  }
   const int width = heads.total * heads.group * heads.dim;
   const bool is_last = heads.first + head + 1 == heads.total;
   for (int r = 0; r < tile.rows; ++r) {
     const int token = token_of(heads, tile, r), query = heads.query_of(head, tile.first_row + r);
     float* row = buffers_.attended.row(token);
-    if (layer.sinks.count()) add_sink(states[r], layer.sinks[query], heads.dim);
-    finish(states[r], heads.dim, row + query * heads.dim);
-    if (layer.spec.has_output_gate) {
-      const float* gate = buffers_.qkv.row(token) + query * layer.spec.query_stride() + heads.dim;
-      gate_values(gate, heads.dim, row + query * heads.dim);
-    }
-    float factor = layer.spec.attention_factor;
-    if (layer.spec.has_head_gates) factor *= buffers_.gates.row(token)[query];
-    if (factor != 1) scale_values(factor, heads.dim, row + query * heads.dim);
+    write_row(layer, token, query, states[r], row + query * heads.dim);
     if (is_last) std::fill(row + width, row + round_up(width, kPanel), 0.f);
   }
+}
+
+void AttentionStage::write_row(const Layer& layer, int token, int query, RowState& state, float* out) const {
+  const int dim = layer.spec.head_dim;
+  if (layer.sinks.count()) add_sink(state, layer.sinks[query], dim);
+  finish(state, dim, out);
+  if (layer.spec.has_output_gate) {
+    gate_values(buffers_.qkv.row(token) + query * layer.spec.query_stride() + dim, dim, out);
+  }
+  float factor = layer.spec.attention_factor;
+  if (layer.spec.has_head_gates) factor *= buffers_.gates.row(token)[query];
+  if (factor != 1) scale_values(factor, dim, out);
 }
 
 }  // namespace penstock

@@ -19,9 +19,10 @@ class AttentionStage {
   // Plans the step, and reserves memory for it.
   void prepare(const Team& team);
   // Computes the queries, keys and values of the products' tokens, of a rank those of its heads.
-  void project(Worker& worker, const Layer& layer, LayerProducts& products) const;
-  // Stores the keys and values in the cache, and attends.
-  void attend(Worker& worker, const Layer& layer) const;
+  // `pending`: a norm that is applied to the hidden states first, or null.
+  void project(Worker& worker, const Layer& layer, LayerProducts& products, const Norm* pending) const;
+  // Stores the keys and values in the cache, and attends. `products`: those of the tokens whose output is added.
+  void attend(Worker& worker, const Layer& layer, LayerProducts& products) const;
   // Adds the output of the attention to the hidden state.
   void add_output(Worker& worker, const Layer& layer, LayerProducts& products) const;
 
@@ -69,12 +70,15 @@ class AttentionStage {
     return layer.index <= last_keeper_ || heads_of(layer).is_wanted[tile];
   }
   void find_wanted(Heads& heads) const;
-  void attend_by_span(Worker& worker, const Layer& layer) const;
-  void attend_tile(const Layer& layer, int i) const;
+  // Whether what a tile attends to becomes inputs of the output product at once.
+  bool sets_inputs(const Layer& layer, const LayerProducts& products) const;
+  void attend_by_span(Worker& worker, const Layer& layer, LayerProducts& products) const;
+  void attend_tile(const Layer& layer, int i, LayerProducts& products) const;
   int token_of(const Heads& heads, const QueryTile& tile, int row) const;
   Context context_of(const QueryTile& tile, const Layer& layer, int head) const;
   QueryRows query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const;
-  void write_rows(const Layer& layer, const QueryTile& tile, int head, RowState* states) const;
+  void write_rows(const Layer& layer, const QueryTile& tile, int head, RowState* states, LayerProducts& products) const;
+  void write_row(const Layer& layer, int token, int query, RowState& state, float* out) const;
 
   const Spec& spec_;
   RankGroup& group_;

@@ -53,7 +53,7 @@ void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>
   multiply_groups(worker, gated_input_, layer, layer.expert_out(),
                   [&](int first, int count, int panel, const float* product) {
                     for (int r = 0; r < count; ++r) {
-                      std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
+                      copy_panel(product + r * kPanel, outputs_.row(first + r) + panel * kPanel);
                     }
                   });
   worker.for_each(rows, [&](int i) {

@@ -90,7 +90,7 @@ void HeadStage::note_logits(Worker& worker, int first, int rows, int panel, floa
     finish_logits(spec_, logits);
     std::fill(logits + columns, logits + kPanel, -std::numeric_limits<float>::infinity());
     if (keeps_logits(first + r)) {
-      std::copy_n(logits, kPanel, logits_of(first + r) + panel * kPanel);
+      copy_panel(logits, logits_of(first + r) + panel * kPanel);
     } else {
       bests_.note(worker.index(), first + r, panel, logits);
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <vector>
 
 #include "gemm/gemm.h"
@@ -37,6 +38,21 @@ class LayerProducts {
   // `finish(first_row, num_rows, panel, out)`, as for `multiply`.
   template <class Read, class Finish>
   void run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish);
+
+  // Whether `run` calls `read` once for each row.
+  bool reads_once() const { return !repeats() && group_.is_alone(); }
+
+  // Whether inputs of a layer's matrix can be written by columns, with `set_input`, before `kInputsAreSet` is read.
+  bool takes_columns(const Layer& layer, Slot slot) const {
+    return reads_once() && !step_.plan.adapters && layer.matrix(slot).encoding() != Encoding::kByRow;
+  }
+  // Writes columns [32 * group, 32 * group + 32) of `count` rows' inputs. values: [count][32].
+  void set_input(const Layer& layer, Slot slot, int first, int count, int group, const float* values) {
+    rows_for(inputs_[0], slot, layer.matrix(slot)).set_group(first, count, group, values);
+  }
+  // Stands for `read` if `set_input` has written all inputs.
+  static constexpr struct InputsAreSet {
+  } kInputsAreSet{};
 
   // Adds each row's product with a layer's matrix to the hidden state of the row's token, as far as this rank computes
   // that. `norm` norms the products if it is present; the sum is then multiplied by `factor`.
@@ -84,16 +100,18 @@ template <class Read, class Finish>
 void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish) {
   const Matrix& matrix = layer.matrix(slot);
   Activations& left = rows_for(inputs_[repeats() ? worker.index() : 0], slot, matrix);
-  const auto set_row = [&](int i) {
-    const float* x = read(i);
-    left.set_row(i, x);
-    if (const LowRank* adapter = low_rank(i, layer, slot)) adapter->shrink(x, inner_row(i));
-  };
-  const int num_rows = (int)tokens_.size();
-  if (repeats()) {
-    for (int i = 0; i < num_rows; ++i) set_row(i);
-  } else {
-    worker.for_each(num_rows, set_row);
+  if constexpr (!std::is_same_v<Read, InputsAreSet>) {
+    const auto set_row = [&](int i) {
+      const float* x = read(i);
+      left.set_row(i, x);
+      if (const LowRank* adapter = low_rank(i, layer, slot)) adapter->shrink(x, inner_row(i));
+    };
+    const int num_rows = (int)tokens_.size();
+    if (repeats()) {
+      for (int i = 0; i < num_rows; ++i) set_row(i);
+    } else {
+      worker.for_each(num_rows, set_row);
+    }
   }
   multiply(worker, left, matrix, share_.panels(layer.index, slot), [&](int first, int count, int panel, float* out) {
     if (step_.plan.adapters) add_adapters(first, count, layer, slot, panel, out);
@@ -119,7 +137,7 @@ void LayerProducts::add_normed(Worker& worker, const Layer& layer, Slot slot, co
   const float scale = spec_.residual_scale;
   run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      std::copy_n(out + r * kPanel, kPanel, buffers_.outputs.row(first + r) + panel * kPanel);
+      copy_panel(out + r * kPanel, buffers_.outputs.row(first + r) + panel * kPanel);
     }
   });
   group_.meet(worker);

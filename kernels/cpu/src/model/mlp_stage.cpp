@@ -4,8 +4,56 @@
 
 namespace penstock {
 
-void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products, const RowBuffer* mixed) const {
-  const auto normed = [&](int i) { return layer.mlp_norm.apply(buffers_.hidden.row(products.tokens()[i])).values; };
+namespace {
+
+// Calls `use` with the function of an activation.
+template <class Use>
+void with_activation(Activation kind, const Use& use) {
+  switch (kind) {
+    case Activation::kGelu:
+      return use([](Floats x) { return gelu(x); });
+    case Activation::kGeluTanh:
+      return use([](Floats x) { return gelu_tanh(x); });
+    case Activation::kRelu2:
+      return use([](Floats x) { return squared_relu(x); });
+    default:
+      return use([](Floats x) { return silu(x); });
+  }
+}
+
+// Applies the activation of an MLP without a gate to `count` numbers, a multiple of 16.
+void activate_all(const LayerSpec& spec, const float* inner, int count, float* out) {
+  const Floats factor = broadcast(spec.mlp_factor);
+  with_activation((Activation)spec.activation, [&](const auto& function) {
+    for (int i = 0; i < count; i += kLanes) {
+      const Floats value = function(load(inner + i));
+      store(out + i, spec.mlp_factor != 1 ? value * factor : value);
+    }
+  });
+}
+
+}  // namespace
+
+void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products, const RowBuffer* mixed,
+                   const Norm* pending) const {
+  const auto normed = [&](int i) {
+    float* row = buffers_.hidden.row(products.tokens()[i]);
+    if (pending) pending->apply_in_place(row);
+    return layer.mlp_norm.apply(row).values;
+  };
+  // What a token's own embedding adds comes later.
+  const bool is_last = !layer.token_norm.is_present();
+  const float factor = is_last ? layer.output_factor() : 1.f;
+  if (!layer.spec.is_gated && !mixed && !weights_.gated_rotation(layer) &&
+      products.takes_columns(layer, Slot::kMlpOut)) {
+    // A panel of activated numbers is a group of the second product's inputs.
+    products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
+      alignas(64) float active[kMaxRows * kPanel];
+      activate_all(layer.spec, out, count * kPanel, active);
+      products.set_input(layer, Slot::kMlpOut, first, count, panel, active);
+    });
+    return products.add(worker, layer, Slot::kMlpOut, products.kInputsAreSet, layer.mlp_output_norm, factor);
+  }
   products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
       activate(layer.spec, layer.spec.intermediate, out + r * kPanel, panel, buffers_.gated.row(first + r));
@@ -14,9 +62,6 @@ void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products, 
   group_.meet(worker);
   const HadamardRotation* rotation = weights_.gated_rotation(layer);
   const auto gated = [&](int i) { return gated_row(layer, rotation, i); };
-  // What a token's own embedding adds comes later.
-  const bool is_last = !layer.token_norm.is_present();
-  const float factor = is_last ? layer.output_factor() : 1.f;
   if (!mixed) return products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm, factor);
   products.add_normed(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm, factor, [&](int i, float* row) {
     std::copy_n(layer.dense_output_norm.apply(row).values, mixed->stride(), row);
@@ -37,16 +82,8 @@ Floats clamped_gate(const LayerSpec& spec, Floats gate, Floats up) {
 }  // namespace
 
 Floats activated(Activation kind, Floats x) {
-  switch (kind) {
-    case Activation::kGelu:
-      return gelu(x);
-    case Activation::kGeluTanh:
-      return gelu_tanh(x);
-    case Activation::kRelu2:
-      return squared_relu(x);
-    default:
-      return silu(x);
-  }
+  with_activation(kind, [&](const auto& function) { x = function(x); });
+  return x;
 }
 
 void activate(const LayerSpec& spec, int size, const float* inner, int panel, float* row) {
@@ -61,10 +98,7 @@ void activate(const LayerSpec& spec, int size, const float* inner, int panel, fl
     const int panels = spec.inner_panels(size);
     if (panel + 1 == panels && panels % 2) store(row + panels * kLanes, zeros());
   } else {
-    for (int j = 0; j < kPanel; j += kLanes) {
-      const Floats value = activated(kind, load(inner + j));
-      store(row + panel * kPanel + j, spec.mlp_factor != 1 ? value * broadcast(spec.mlp_factor) : value);
-    }
+    activate_all(spec, inner, kPanel, row + panel * kPanel);
   }
 }
 

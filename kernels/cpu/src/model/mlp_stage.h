@@ -19,8 +19,9 @@ class MlpStage {
       : group_(group), weights_(weights), buffers_(buffers) {}
 
   // Adds the output of the MLP to the hidden state. `mixed`: the outputs of a mixture beside it, by row of the products;
-  // null without one.
-  void run(Worker& worker, const Layer& layer, LayerProducts& products, const RowBuffer* mixed) const;
+  // null without one. `pending`: a norm that is applied to the hidden states first, or null.
+  void run(Worker& worker, const Layer& layer, LayerProducts& products, const RowBuffer* mixed,
+           const Norm* pending) const;
 
  private:
   const float* gated_row(const Layer& layer, const HadamardRotation* rotation, int row) const;

@@ -154,8 +154,9 @@ void Model::compute(Worker& worker) {
   const auto began = std::chrono::steady_clock::now();
   embed(worker);
   tokens_.project(worker);
+  const Norm* pending = nullptr;
   for (const Layer& layer : weights_.layers) {
-    run_layer(worker, layer);
+    pending = run_layer(worker, layer, pending);
     if (group_.is_over()) return;
   }
   head_.project(worker);
@@ -201,56 +202,62 @@ void Model::embed(Worker& worker) {
       const float* position = &weights_.positions.embeddings[(size_t)step_.plan.positions[i] * hidden.stride()];
       for (int c = 0; c < hidden.stride(); c += kLanes) store(row + c, load(row + c) + load(position + c));
     }
-    if (weights_.embedding_norm.is_present()) {
-      std::copy_n(weights_.embedding_norm.apply(row).values, hidden.stride(), row);
-    }
+    if (weights_.embedding_norm.is_present()) weights_.embedding_norm.apply_in_place(row);
   });
   group_.meet(worker);
 }
 
-void Model::run_layer(Worker& worker, const Layer& layer) {
+// `pending`: the norm of the sums behind the layer before, if it is still to be applied, or null. Returns the same of
+// this layer.
+const Norm* Model::run_layer(Worker& worker, const Layer& layer, const Norm* pending) {
   const bool mixes = layer.spec.mixes();
   if (mixes) {
     LayerProducts& before = products_before_attention(layer);
-    if (before.tokens().empty()) return;
-    attention_.project(worker, layer, before);
-    if (layer.spec.attends()) attention_.attend(worker, layer);
+    if (before.tokens().empty()) return nullptr;
+    attention_.project(worker, layer, before, pending);
+    pending = nullptr;
+    if (layer.spec.attends()) attention_.attend(worker, layer, products_after_attention(layer));
     if (layer.spec.recurs()) recurrent_.mix(worker, layer);
     group_.meet(worker);
   }
   LayerProducts& products = products_after_attention(layer);
-  if (products.tokens().empty()) return;
+  if (products.tokens().empty()) return nullptr;
   if (layer.spec.is_parallel) {
     // The MLP comes first, because it reads the same hidden state as the attention.
-    run_mlp(worker, layer, products);
+    run_mlp(worker, layer, products, nullptr);
     // The other ranks have read the outputs whose rows the next ones take.
     if (layer.spec.has_output_norms()) group_.meet(worker);
     attention_.add_output(worker, layer, products);
   } else {
     if (mixes) attention_.add_output(worker, layer, products);
-    norm_sums(worker, layer.attention_sum_norm, products);
+    const bool has_plain_mlp = layer.spec.has_mlp() && layer.spec.num_experts == 0;
+    pending = norm_sums(worker, layer.attention_sum_norm, products, has_plain_mlp);
     if (mixes && layer.spec.has_mlp()) group_.meet(worker);
-    if (layer.spec.has_mlp()) run_mlp(worker, layer, products);
-    norm_sums(worker, layer.mlp_sum_norm, products);
+    if (layer.spec.has_mlp()) run_mlp(worker, layer, products, pending);
+    const bool is_last = layer.index + 1 == spec_.num_layers;
+    const bool mixes_next = !is_last && weights_.layers[layer.index + 1].spec.mixes() && spec_.token_size == 0;
+    pending = norm_sums(worker, layer.mlp_sum_norm, products, mixes_next);
   }
   if (spec_.token_size > 0) tokens_.add(worker, layer, products);
   group_.meet(worker);
+  return pending;
 }
 
-// Norms the hidden states of the products' tokens in place.
-void Model::norm_sums(Worker& worker, const Norm& norm, const LayerProducts& products) const {
-  if (!norm.is_present()) return;
-  const RowBuffer& hidden = buffers_.hidden;
-  worker.for_each((int)products.tokens().size(), [&](int i) {
-    float* row = hidden.row(products.tokens()[i]);
-    std::copy_n(norm.apply(row).values, hidden.stride(), row);
-  });
+// Norms the hidden states of the products' tokens in place. If the next product reads each of them once, it is left to
+// norm them when it does, and the norm is returned.
+const Norm* Model::norm_sums(Worker& worker, const Norm& norm, const LayerProducts& products,
+                             bool has_next_product) const {
+  if (!norm.is_present()) return nullptr;
+  if (has_next_product && products.reads_once()) return &norm;
+  worker.for_each((int)products.tokens().size(),
+                  [&](int i) { norm.apply_in_place(buffers_.hidden.row(products.tokens()[i])); });
+  return nullptr;
 }
 
-void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products) {
+void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products, const Norm* pending) {
   if (layer.spec.num_experts > 0) experts_.run(worker, layer, products.tokens());
-  if (layer.spec.has_mixture()) return mlp_.run(worker, layer, products, &experts_.kept());
-  if (layer.spec.num_experts == 0) mlp_.run(worker, layer, products, nullptr);
+  if (layer.spec.has_mixture()) return mlp_.run(worker, layer, products, &experts_.kept(), nullptr);
+  if (layer.spec.num_experts == 0) mlp_.run(worker, layer, products, nullptr, pending);
 }
 
 }  // namespace penstock

@@ -72,9 +72,9 @@ class Model {
   void copy_blocks(Worker& worker, const KvCache& cache, const int32_t* copies, int count) const;
   void embed(Worker& worker);
   void compute(Worker& worker);
-  void run_layer(Worker& worker, const Layer& layer);
-  void norm_sums(Worker& worker, const Norm& norm, const LayerProducts& products) const;
-  void run_mlp(Worker& worker, const Layer& layer, LayerProducts& products);
+  const Norm* run_layer(Worker& worker, const Layer& layer, const Norm* pending);
+  const Norm* norm_sums(Worker& worker, const Norm& norm, const LayerProducts& products, bool has_next_product) const;
+  void run_mlp(Worker& worker, const Layer& layer, LayerProducts& products, const Norm* pending);
 
   const Spec spec_;
   const Share share_;

@@ -44,7 +44,7 @@ void ScoreStage::project(Worker& worker, int first, int rows) {
   multiply(worker, inputs_, head_, share_.head_panels(), [&](int begin, int count, int panel, float* out) {
     for (int r = 0; r < count; ++r) {
       finish_logits(spec_, out + r * kPanel);
-      std::copy_n(out + r * kPanel, kPanel, logits_.row(begin + r) + panel * kPanel);
+      copy_panel(out + r * kPanel, logits_.row(begin + r) + panel * kPanel);
     }
   });
 }

@@ -21,10 +21,13 @@ NormedRow Norm::apply(const float* row) const {
   if (!is_present_) return {row, true};
   thread_local std::vector<float> normed;
   normed.resize(padded_);
-  float* out = normed.data();
-  const bool is_finite = is_layer_norm_ ? layer_norm(row, weight.data(), bias.data(), padded_, count_, eps_, out)
-                                        : rms_norm(row, weight.data(), padded_, count_, eps_, out);
-  return {out, is_finite};
+  const bool is_finite = write(row, normed.data());
+  return {normed.data(), is_finite};
+}
+
+bool Norm::write(const float* row, float* out) const {
+  return is_layer_norm_ ? layer_norm(row, weight.data(), bias.data(), padded_, count_, eps_, out)
+                        : rms_norm(row, weight.data(), padded_, count_, eps_, out);
 }
 
 DecoderWeights::DecoderWeights(const Spec& spec, const LayerSpec* layers)

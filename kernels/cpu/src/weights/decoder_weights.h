@@ -27,11 +27,16 @@ class Norm {
   bool is_present() const { return is_present_; }
   // row: [hidden], padded to whole panels. The result may be the row itself.
   NormedRow apply(const float* row) const;
+  // Norms a row where it is. The norm must be present.
+  void apply_in_place(float* row) const { write(row, row); }
 
   Buffer<float> weight;
   Buffer<float> bias;  // of layer norms
 
  private:
+  // Returns whether the row is finite. `out` may be the row itself.
+  bool write(const float* row, float* out) const;
+
   bool is_present_, is_layer_norm_;
   int count_, padded_;
   float eps_;

@@ -6,7 +6,7 @@
 
 namespace penstock {
 
-// RMS norm. Rows and weights have `padded` numbers, of which those after the first `count` are zero. Returns whether
+// RMS norm; `out` may be the row itself. Rows and weights have `padded` numbers, of which those after the first `count` are zero. Returns whether
 // the row is finite.
 inline bool rms_norm(const float* x, const float* weight, int padded, int count, float eps, float* out) {
   Floats squares = zeros();

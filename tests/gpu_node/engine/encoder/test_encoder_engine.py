@@ -189,6 +189,18 @@ def test_what_the_model_cannot_take_is_refused_by_its_name(
         embedder.engine.texts.encode(task, prompt)
 
 
+def test_a_text_that_is_refused_late_leaves_the_engine_without_work(embedder: Made) -> None:
+    """Texts are tokenized while others are computed."""
+    engine = embedder.engine
+    many = TEXTS[:3] * (
+        1 + engine.num_kv_tokens // sum(len(one["input_ids"][0]) for one in tokens_of(embedder.folder, TEXTS[:3]))
+    )
+    with pytest.raises(RequestError, match=rf"prompt\[{len(many)}\]: the text is empty"):
+        engine.embed([*many, ""])
+    assert engine.num_requests == 0
+    assert np.abs(engine.embed(many) - np.tile(mean_of(embedder, TEXTS[:3]), (len(many) // 3, 1))).max() < 1e-5
+
+
 def test_a_request_for_text_is_refused(embedder: Made) -> None:
     with pytest.raises(UnsupportedKindError, match="generates no text"):
         embedder.engine.add(EngineRequest("a", [1, 2], NOTHING, seed=0))

@@ -63,10 +63,12 @@ def load(isa: Isa) -> Load:
 
 
 @pytest.fixture
-def runner_of(isa: Isa) -> Callable[[Path], TextRunner]:
+def runner_of(isa: Isa) -> Callable[..., TextRunner]:
     """Load the runner of a folder."""
     options = RunnerOptions(runner="native", cpu_isa=isa, num_threads=1, weight_cache=False)
-    return lambda folder: load_encoder(ModelSource(folder), options, lambda *_: None).runner
+    return lambda folder, **settings: (
+        load_encoder(ModelSource(folder), options.model_copy(update=settings), lambda *_: None).runner
+    )
 
 
 def written(folder: Path, model_type: str, kind: str = "Model", **changes: Any) -> Any:
@@ -125,7 +127,7 @@ def test_a_head_may_read_the_mean_of_a_text(model_type: str, tmp_path: Path, loa
 
 @pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert"])
 def test_labels_of_tokens_are_those_of_the_module(
-    model_type: str, tmp_path: Path, runner_of: Callable[[Path], TextRunner]
+    model_type: str, tmp_path: Path, runner_of: Callable[..., TextRunner]
 ) -> None:
     module = written(tmp_path, model_type, "ForTokenClassification", num_labels=3)
     runner = runner_of(tmp_path)
@@ -160,7 +162,7 @@ def test_scores_have_the_same_bits_alone_and_in_any_batch(model_type: str, tmp_p
     assert np.array_equal(together, np.tile(alone, (7, 1)))
 
 
-def test_types_of_tokens_count(tmp_path: Path, runner_of: Callable[[Path], TextRunner]) -> None:
+def test_types_of_tokens_count(tmp_path: Path, runner_of: Callable[..., TextRunner]) -> None:
     module = written(tmp_path, "bert")
     runner = runner_of(tmp_path)
     batch = packed(TEXTS)
@@ -178,7 +180,7 @@ def renamed(folder: Path, rename: Callable[[dict[str, np.ndarray]], dict[str, np
     save_file({name: np.ascontiguousarray(one) for name, one in rename(load_file(path)).items()}, path)
 
 
-def test_a_single_type_of_tokens_is_that_of_all(tmp_path: Path, runner_of: Callable[[Path], TextRunner]) -> None:
+def test_a_single_type_of_tokens_is_that_of_all(tmp_path: Path, runner_of: Callable[..., TextRunner]) -> None:
     written(tmp_path, "xlm-roberta", type_vocab_size=1)
     runner, batch = runner_of(tmp_path), packed(TEXTS)
     expected = runner.submit(batch).result().hidden
@@ -239,6 +241,25 @@ def test_nan_in_one_text_ends_only_its_job(tmp_path: Path, load: Load) -> None:
     with pytest.raises(JobFailedError, match="NaN or infinity"):
         engine.embed([TEXTS[0], [50, 8, 9]])
     assert np.array_equal(engine.embed([TEXTS[0]]), clean)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_nan_in_one_text_leaves_the_rows_of_others(
+    quantization: str, tmp_path: Path, runner_of: Callable[..., TextRunner]
+) -> None:
+    """Rows of both texts are encoded together, as inputs of the next product."""
+    written(tmp_path, "bert")
+
+    def poisoned(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        tensors["embeddings.word_embeddings.weight"][50] = np.nan
+        return tensors
+
+    renamed(tmp_path, poisoned)
+    runner = runner_of(tmp_path, quantization=quantization)
+    clean = runner.submit(packed([TEXTS[0], TEXTS[1]])).result().hidden
+    beside = runner.submit(packed([TEXTS[0], [50, 8, 9], TEXTS[1]])).result().hidden
+    assert np.isnan(beside[12:15]).all()
+    assert np.array_equal(np.delete(beside, range(12, 15), axis=0), clean)
 
 
 def test_a_packed_file_is_shared_and_gives_the_same_bits(
