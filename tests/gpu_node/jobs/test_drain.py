@@ -203,6 +203,24 @@ def test_idle_time_does_not_count() -> None:
     assert node.pace == before
 
 
+def test_what_is_computed_counts_from_the_moment_that_jobs_begin_to_wait() -> None:
+    drain = DrainEstimator()
+    drain.update(0.0, num_running=0, foreground_waits=False, background_waits=False)
+    job = drain.begin(is_background=False, cost=2000, num_prompt=0, max_output=2000, num_choices=1)
+    drain.note(job, 150)
+    drain.note_queue(1.5, foreground_waits=True, background_waits=False)
+    drain.note(job, 200)
+    drain.update(2.0, num_running=1, foreground_waits=True, background_waits=False, since_s=1.5)
+    assert drain._kinds[False].output == 50
+    assert drain._kinds[False].seconds == 0.5
+    # The queue was empty in between.
+    drain.note_queue(3.0, foreground_waits=False, background_waits=False)
+    drain.note_queue(3.5, foreground_waits=True, background_waits=False)
+    drain.note(job, 900)
+    drain.update(4.0, num_running=1, foreground_waits=True, background_waits=False, since_s=3.5)
+    assert drain._kinds[False].output == 50
+
+
 def test_background_work_has_the_pace_that_foreground_work_leaves() -> None:
     drain = DrainEstimator()
     for second in range(60):
