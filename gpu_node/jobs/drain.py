@@ -49,7 +49,7 @@ LONGER = 1.25
 """Once outputs have ended, those that run are the longer ones. They are assumed to go on for this multiple of the
 length that the queue assumes of all. Short outputs soon correct what is too high; long ones take long to show."""
 DOUBTED_JOBS = 1
-"""Running jobs that count as if they reached any length at which an output has ended."""
+"""Running jobs that count as if they reached any length at which an output has ended, at least."""
 TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
@@ -363,17 +363,19 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         longest[part] += work.longest_output
         if work.has_ended:
             ended[part] += work.longest_output
-    at_risk = float(sum(longest.values()))
+    total = at_risk = float(sum(longest.values()))
     # Where the furthest outputs have ended, the others that run might still reach more. Some of them count as if they
-    # did, else the first short answer of a node would be the longest one of all.
-    running = at_risk - sum(ended.values())
-    doubted = min(running, DOUBTED_JOBS * at_risk / max(1, len(jobs)))
-    reach, mean, before = 1.0, 0.0, 0.0
+    # did: the more of them are behind and the fewer are left to judge by. Else the first short answers of a node would
+    # be the longest ones of all.
+    running, one_job = at_risk - sum(ended.values()), at_risk / max(1, len(jobs))
+    reach, mean, before, behind = 1.0, 0.0, 0.0, 0.0
     for part in sorted(longest):
         mean += reach * (part - before)
         before = part
+        doubted = min(running, one_job * max(DOUBTED_JOBS, behind / total * math.sqrt(behind / at_risk)))
         reach *= 1 - ended.get(part, 0) / (at_risk + doubted)
         at_risk -= longest[part]
+        behind += longest[part] - ended.get(part, 0)
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
     assumed = reach * max(0.0, min(most - before, max(LONGER if ended else 1.0, before)))
     return mean + assumed, assumed

@@ -59,6 +59,13 @@ def test_a_first_short_answer_is_not_the_longest_of_all() -> None:
     assert mean_of([work(0.04, ended=True), work(0.05, ended=True), *others]) > 0.3
 
 
+def test_a_single_end_far_ahead_of_the_others_says_little_of_them() -> None:
+    """Of 64 chats that a node began one by one, six ended. One of them had come further than all that run."""
+    ended = [work(tokens / 256, ended=True, weight=256) for tokens in (6, 9, 14, 18, 23, 42)]
+    running = [work(at / 1.6 / 256, ended=False, weight=256) for at in range(64)]
+    assert mean_of([*ended, *running]) > 0.9
+
+
 def test_what_runs_once_short_outputs_have_ended_is_assumed_to_be_longer() -> None:
     jobs = [work(0.1, ended=True)] * 200 + [work(0.2, ended=False)] * 200
     assert mean_part(jobs) == pytest.approx(((0.1 + 0.2 + LONGER) / 2, LONGER / 2), rel=0.01)
