@@ -196,6 +196,7 @@ class Node:
                 if refused:
                     raise refused[0]
                 if not after.num_running + after.num_waiting:
+                    self._heartbeat.leave_out_lookups(before, after)
                     return sum(1e3 * (after.part_seconds[part] - before.part_seconds[part]) for part in _RUNNER_PARTS)
                 await asyncio.sleep(MEASURE_POLL_S)
         except PenstockError:

@@ -30,12 +30,13 @@ MIN_REMEMBERED = 256
 """Jobs begun last whose lengths are remembered."""
 REMEMBERED_PER_RUNNING = 4
 """The same, as a multiple of the running jobs."""
-PRIOR_S = 1.0
-"""Seconds of measurement for which the pace that the model of step times predicts counts."""
+PRIOR_S = 0.5
+"""Seconds of measurement for which the pace that the model of step times predicts counts. It is that of an idle node,
+where nothing is published and no client reads. Work of that kind on the same cores may double the time of a token."""
 WHOLE_ENGINE_S = 4.0
 """Seconds of the engine's time for which background work counts as if it had all of it. A burst of a few chats would
 else seem to last."""
-MORE_PRIOR = 4.0
+MORE_PRIOR = 8.0
 """How many more such seconds it counts for background work that has almost none of the engine's time."""
 FOREGROUND_SPREAD, BACKGROUND_SPREAD = 0.07, 0.12
 """Standard errors of the logarithm of a pace that was measured for long. Foreground work comes irregularly, so that of
@@ -48,7 +49,7 @@ LONGER = 1.25
 """Once outputs have ended, those that run are the longer ones. They are assumed to go on for this multiple of the
 length that the queue assumes of all. Short outputs soon correct what is too high; long ones take long to show."""
 DOUBTED_JOBS = 1
-"""Running jobs that count as if they reached any length at which an output has ended."""
+"""Running jobs that count as if they reached any length at which an output has ended, at least."""
 TAIL_SPREAD = 0.8
 """Standard error of the logarithm of that part."""
 
@@ -186,6 +187,15 @@ class DrainEstimator:
         kind.fresh_output += max(0, num_output - work.num_output)
         work.num_output, work.has_ended = max(work.num_output, num_output), has_ended
 
+    def note_queue(self, now_s: float, *, foreground_waits: bool, background_waits: bool) -> None:
+        """Note which kinds wait since this moment, once `note` was told what the held jobs have computed before it.
+
+        Else the first measurement would begin at the next update and end at the one after it.
+        """
+        for kind, waits in zip(self._kinds, (foreground_waits, background_waits and not foreground_waits), strict=True):
+            if waits:
+                kind.begin_wait(now_s)
+
     def update(
         self,
         now_s: float,
@@ -202,13 +212,12 @@ class DrainEstimator:
         """
         foreground, background = self._kinds
         elapsed_s = 0.0 if self._updated_s is None else now_s - self._updated_s
-        broke = since_s > (now_s if self._updated_s is None else self._updated_s)
-        self._updated_s = now_s
+        before_s, self._updated_s = now_s if self._updated_s is None else self._updated_s, now_s
         self._count_engine(elapsed_s, kind_seconds, background_waits=background_waits)
-        foreground.count(elapsed_s, waits=foreground_waits, broke=broke)
+        foreground.count(before_s, now_s, since_s, waits=foreground_waits)
         waits = background_waits and not foreground_waits
         half_life_s = HALF_LIFE_S + (HALF_LIFE_BESIDE_S - HALF_LIFE_S) * (1 - self._background_part)
-        background.count(elapsed_s, waits=waits, broke=broke, half_life_s=half_life_s)
+        background.count(before_s, now_s, since_s, waits=waits, half_life_s=half_life_s)
         num_remembered = max(MIN_REMEMBERED, REMEMBERED_PER_RUNNING * num_running)
         for kind in self._kinds:
             while len(kind.begun) > num_remembered:
@@ -259,10 +268,24 @@ class _KindOfWork:
         self.prior_s = PRIOR_S
         self._slow_tokens = self._slow_seconds = 0.0
         self._has_waited = False
+        self._began_s = 0.0
 
-    def count(self, elapsed_s: float, *, waits: bool, broke: bool = False, half_life_s: float = HALF_LIFE_S) -> None:
-        """Count the fresh work, if jobs have waited for the whole time: an idle node does not show its speed."""
-        if waits and self._has_waited and not broke:
+    def begin_wait(self, now_s: float) -> None:
+        """Count from now on, unless jobs have waited since the last update."""
+        if not self._has_waited:
+            self.fresh_prompt = self.fresh_output = 0
+            self._has_waited, self._began_s = True, now_s
+
+    def count(
+        self, before_s: float, now_s: float, since_s: float, *, waits: bool, half_life_s: float = HALF_LIFE_S
+    ) -> None:
+        """Count the fresh work, if jobs have waited for the whole time: an idle node does not show its speed.
+
+        `before_s`: the last update; `since_s`: since when the queue has had the present kinds, if known.
+        """
+        from_s = max(before_s, self._began_s)
+        elapsed_s = now_s - from_s
+        if waits and self._has_waited and since_s <= from_s:
             fade = 0.5 ** (elapsed_s / half_life_s)
             self.prompt = fade * self.prompt + self.fresh_prompt
             self.output = fade * self.output + self.fresh_output
@@ -340,17 +363,19 @@ def mean_part(jobs: Collection[JobWork]) -> tuple[float, float]:
         longest[part] += work.longest_output
         if work.has_ended:
             ended[part] += work.longest_output
-    at_risk = float(sum(longest.values()))
+    total = at_risk = float(sum(longest.values()))
     # Where the furthest outputs have ended, the others that run might still reach more. Some of them count as if they
-    # did, else the first short answer of a node would be the longest one of all.
-    running = at_risk - sum(ended.values())
-    doubted = min(running, DOUBTED_JOBS * at_risk / max(1, len(jobs)))
-    reach, mean, before = 1.0, 0.0, 0.0
+    # did: the more of them are behind and the fewer are left to judge by. Else the first short answers of a node would
+    # be the longest ones of all.
+    running, one_job = at_risk - sum(ended.values()), at_risk / max(1, len(jobs))
+    reach, mean, before, behind = 1.0, 0.0, 0.0, 0.0
     for part in sorted(longest):
         mean += reach * (part - before)
         before = part
+        doubted = min(running, one_job * max(DOUBTED_JOBS, behind / total * math.sqrt(behind / at_risk)))
         reach *= 1 - ended.get(part, 0) / (at_risk + doubted)
         at_risk -= longest[part]
+        behind += longest[part] - ended.get(part, 0)
     most = max((work.most_output / work.longest_output for work in jobs if work.part == before), default=1.0)
     assumed = reach * max(0.0, min(most - before, max(LONGER if ended else 1.0, before)))
     return mean + assumed, assumed

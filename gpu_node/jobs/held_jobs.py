@@ -141,6 +141,11 @@ class HeldJobs:
             if job.work is not None and job.outcome is None:
                 self.drain.note(job.work, job.num_output_tokens)
 
+    def note_queue(self, waits: tuple[bool, bool], now_s: float) -> None:
+        """Note which kinds of jobs wait since now: foreground and background ones. The paces are measured from here."""
+        self.look_at_work()
+        self.drain.note_queue(now_s, foreground_waits=waits[0], background_waits=waits[1])
+
     @property
     def predicted_outputs(self) -> tuple[tuple[int, int, int], ...]:
         """Predicted output lengths, for the admission of new jobs; see `NodePressure`."""

@@ -95,7 +95,8 @@ HEARTBEATS_PER_LEASE = 6
 HEARTBEATS_PER_CHECK = 5
 """Every fifth heartbeat compares the ids of all held jobs with Redis."""
 FEW_STEPS = 128
-"""Steps after which the engine's model of step times is used, instead of what was measured at the start."""
+"""Steps after which the engine's model of step times is used, instead of what was measured at the start. Where a job
+ended that measurement, it is used at once."""
 TYPICAL_COST = 512
 """KV tokens of a sequence that are assumed for the number of sequences, while no jobs wait."""
 _RATE_HALF_LIFE_S = 10.0
@@ -137,14 +138,30 @@ class RecentGains:
 
     def __init__(self, now_s: float) -> None:
         self._samples = deque[tuple[float, tuple[float, ...]]]([(now_s, ())])
+        self._left_out: tuple[float, ...] = ()
+
+    def leave_out(self, before: tuple[float, ...], after: tuple[float, ...]) -> None:
+        """Do not count what was gained between these two moments, the last ones. Updates may lie in between."""
+        gained = (new - old for new, old in zip(after, before, strict=True))
+        self._left_out = tuple(old + new for old, new in zip_longest(self._left_out, gained, fillvalue=0.0))
+        known = self._counted(after)
+        self._samples = deque((at_s, tuple(map(min, values, known))) for at_s, values in self._samples)
+
+    def _counted(self, counters: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(all_of_it - one for all_of_it, one in zip_longest(counters, self._left_out, fillvalue=0.0))
 
     def update(self, counters: tuple[float, ...], now_s: float) -> tuple[float, ...]:
         """Add the counters' new values. Return what they gained."""
+        counters = self._counted(counters)
         self._samples.append((now_s, counters))
         while now_s - self._samples[1][0] >= self.WINDOW_S:
             self._samples.popleft()
         before = self._samples[0][1]
         return tuple(new - old for new, old in zip_longest(counters, before, fillvalue=0.0))
+
+
+def _lookups(stats: EngineStats) -> tuple[float, float]:
+    return stats.prefix_hit_tokens, stats.prefix_lookup_tokens
 
 
 class RecentRanks:
@@ -214,6 +231,10 @@ class Heartbeat:
         """What steps take, as measured before the first job."""
         self.draining = False
 
+    def leave_out_lookups(self, before: EngineStats, after: EngineStats) -> None:
+        """Leave what was looked up in the prefix cache between these moments out of its hit rate: not by jobs."""
+        self._hits.leave_out(_lookups(before), _lookups(after))
+
     async def run(self) -> None:
         """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead.
 
@@ -266,7 +287,7 @@ class Heartbeat:
         stats = snapshot.stats
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
-        hits, lookups = self._hits.update((stats.prefix_hit_tokens, stats.prefix_lookup_tokens), now_s)
+        hits, lookups = self._hits.update(_lookups(stats), now_s)
         foreground, background = self._paces(snapshot, now_s, hits / lookups if lookups else 0.0)
         gpu = snapshot.gpu
         return replace(
@@ -317,7 +338,7 @@ class Heartbeat:
         else:
             num_sequences = min(most, stats.kv_blocks_total * stats.block_size // TYPICAL_COST)
         costs = self.measured_costs
-        if stats.step_costs_ms is not None and stats.steps >= FEW_STEPS:
+        if stats.step_costs_ms is not None and (costs is None or stats.steps >= FEW_STEPS):
             costs = StepParts(*stats.step_costs_ms)
         return self._drain.paces(costs and costs.with_cache(hit_rate), max(1, num_sequences))
 

@@ -212,6 +212,7 @@ class JobTaker:
         kinds = any(answer.depth[:NUM_PRIORITIES]), any(answer.depth[NUM_PRIORITIES:])
         if kinds != self._queued_kinds:
             self._queued_kinds, self._queued_since_s = kinds, time.monotonic()
+            self._held_jobs.note_queue(kinds, self._queued_since_s)
         self._engine.note_queued_background(self._queued_kinds[1])
         self._held_jobs.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in sorted(jobs, key=_to_compute_again):

@@ -12,6 +12,7 @@ from uuid_utils import uuid7
 from penstock.contract.errors import BusyError
 from penstock.contract.job import JobDef, SamplingParams
 from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.service.heartbeat import FEW_STEPS
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ProducerBroker, Submission
 
@@ -37,6 +38,7 @@ async def test_a_cold_pool_refuses_foreground_work_that_would_wait_too_long(
             while not (pressure := (await broker.pressure(POOL)).nodes[0]).drain_cost_per_s:
                 await asyncio.sleep(0.02)
         assert pressure.background_cost_per_s == pressure.drain_cost_per_s
+        assert pressure.prefix_hit_rate is None, "no job has looked anything up"
         assert not engine.has_work()
         assert len(node.held_jobs) == 0
         cost = round(100 * pressure.drain_cost_per_s)
@@ -64,6 +66,24 @@ async def test_a_job_ends_the_measurement(redis_url: str, make_engine: MakeEngin
                 await asyncio.sleep(0.02)
         assert node._heartbeat.measured_costs is None
         assert engine.num_requests == 0
+
+
+async def test_a_node_without_a_measurement_has_the_pace_of_its_first_steps(
+    redis_url: str, make_engine: MakeEngine
+) -> None:
+    """A backlog may wait for a node that starts. Nothing but the steps of these jobs tells then what tokens cost."""
+    engine = make_engine(dtype="bfloat16")
+    async with running_node(redis_url, engine, pool=POOL) as node, connect(redis_url) as redis:
+        broker = ProducerBroker(redis)
+        await broker.submit(Submission(new_job(max_tokens=20), 20))
+        async with asyncio.timeout(PATIENCE_S):
+            while not len(node.held_jobs):
+                await asyncio.sleep(0.005)
+            await node.measure_steps()
+            while not (pressure := (await broker.pressure(POOL)).nodes[0]).drain_cost_per_s:
+                await asyncio.sleep(0.02)
+        assert node._heartbeat.measured_costs is None
+        assert pressure.num_steps < FEW_STEPS
 
 
 async def test_an_engine_that_cannot_run_the_phases_serves_without_them(

@@ -41,6 +41,10 @@ class SimulatedMachine:
     costs: StepParts
     num_sequences: int
     kv_tokens: int
+    publishing_ms: float = 0.0
+    """What an output token takes beside the runner's time while jobs are served: other processes on the same cores."""
+    cached: float = 0.0
+    """The part of each prompt that the prefix cache has."""
 
     def step_ms(self, num_decoded: int, num_prefilled: int, rng: random.Random) -> float:
         """Return the milliseconds of a step, by chance."""
@@ -85,7 +89,8 @@ class SimulatedNode:
     def __init__(self, machine: SimulatedMachine, number: int, now_s: float, rng: random.Random) -> None:
         self.number, self.now_s, self.next_heartbeat_s = number, now_s, now_s
         self.held: list[BacklogJob] = []
-        self._kind_seconds = (0.0, 0.0)
+        self._looked_up = 0, 0
+        self._kind_seconds, self._waits, self._since_s = (0.0, 0.0), (False, False), now_s
         self._machine, self._rng = machine, rng
         self._steps, self._num_steps = StepTime(), 0
         self._lengths, self._drain = LengthPredictor(RESERVED_QUANTILE), DrainEstimator()
@@ -102,7 +107,9 @@ class SimulatedNode:
         for queue in queues:
             while queue and self._fits(queue[0]):
                 job = queue.popleft()
-                job.taken_s, job.num_computed = now_s, 0
+                cached = int(self._machine.cached * job.num_prompt)
+                job.taken_s, job.num_computed = now_s, cached
+                self._looked_up = self._looked_up[0] + cached, self._looked_up[1] + job.num_prompt
                 known = self._lengths.predict(TENANT, job.num_prompt, job.max_tokens)
                 job.predicted = min(job.max_tokens, known or PREDICTED_OUTPUT_TOKENS)
                 job.work = self._drain.begin(
@@ -114,6 +121,11 @@ class SimulatedNode:
                     num_logged=job.num_generated,
                 )
                 self.held.append(job)
+        waits = bool(queues[0]), bool(queues[1])
+        if waits != self._waits:
+            self._waits, self._since_s = waits, now_s
+            self._look_at_work()
+            self._drain.note_queue(now_s, foreground_waits=waits[0], background_waits=waits[1])
 
     def _fits(self, job: BacklogJob) -> bool:
         counted = [one for one in self.held if job.is_background or not one.is_background]
@@ -144,6 +156,7 @@ class SimulatedNode:
         self._steps.note(StepWork(len(decoding), num_prefilled, 0, 0), took_ms)
         self._num_steps += 1
         self.now_s += (HOST_MS + (1 + HOST_PART) * took_ms) / 1000
+        self.now_s += self._machine.publishing_ms * len(decoding) / 1000
         for job in decoding:
             job.num_generated += 1
         for job in [job for job in in_order if job.num_generated >= job.num_output]:
@@ -168,12 +181,15 @@ class SimulatedNode:
             self._drain.note(job.work, job.num_generated, has_ended=True)
         self._lengths.ended(TENANT, job.num_prompt, job.max_tokens, job.num_generated, job.predicted)
 
-    def pressure(self, queues: Queues) -> NodePressure:
-        """Return the record of a heartbeat."""
-        size = self._machine
+    def _look_at_work(self) -> None:
         for job in self.held:
             if job.work is not None:
                 self._drain.note(job.work, job.num_generated)
+
+    def pressure(self, queues: Queues) -> NodePressure:
+        """Return the record of a heartbeat."""
+        size = self._machine
+        self._look_at_work()
         num_running = min(len(self.held), size.num_sequences)
         waits = [bool(queue) for queue in queues]
         self._drain.update(
@@ -181,11 +197,14 @@ class SimulatedNode:
             num_running=num_running,
             foreground_waits=waits[0],
             background_waits=waits[1],
+            since_s=self._since_s,
             kind_seconds=self._kind_seconds,
         )
         learned = self._steps.costs_ms
         costs = self._measured if learned is None or self._num_steps < FEW_STEPS else StepParts(*learned)
         num_sequences = num_running if any(waits) else min(size.num_sequences, size.kv_tokens // TYPICAL_COST)
+        hits, lookups = self._looked_up
+        costs = costs.with_cache(hits / lookups if lookups else 0.0)
         foreground, background = self._drain.paces(costs, max(1, num_sequences))
         return NodePressure(
             str(self.number),

@@ -59,6 +59,13 @@ def test_a_first_short_answer_is_not_the_longest_of_all() -> None:
     assert mean_of([work(0.04, ended=True), work(0.05, ended=True), *others]) > 0.3
 
 
+def test_a_single_end_far_ahead_of_the_others_says_little_of_them() -> None:
+    """Of 64 chats that a node began one by one, six ended. One of them had come further than all that run."""
+    ended = [work(tokens / 256, ended=True, weight=256) for tokens in (6, 9, 14, 18, 23, 42)]
+    running = [work(at / 1.6 / 256, ended=False, weight=256) for at in range(64)]
+    assert mean_of([*ended, *running]) > 0.9
+
+
 def test_what_runs_once_short_outputs_have_ended_is_assumed_to_be_longer() -> None:
     jobs = [work(0.1, ended=True)] * 200 + [work(0.2, ended=False)] * 200
     assert mean_part(jobs) == pytest.approx(((0.1 + 0.2 + LONGER) / 2, LONGER / 2), rel=0.01)
@@ -201,6 +208,24 @@ def test_idle_time_does_not_count() -> None:
     # Two bursts, which each waited for a moment when the pace was updated, and nothing in between.
     node.drain.update(node.now_s + 3.9, num_running=8, foreground_waits=True, background_waits=False, since_s=1e9)
     assert node.pace == before
+
+
+def test_what_is_computed_counts_from_the_moment_that_jobs_begin_to_wait() -> None:
+    drain = DrainEstimator()
+    drain.update(0.0, num_running=0, foreground_waits=False, background_waits=False)
+    job = drain.begin(is_background=False, cost=2000, num_prompt=0, max_output=2000, num_choices=1)
+    drain.note(job, 150)
+    drain.note_queue(1.5, foreground_waits=True, background_waits=False)
+    drain.note(job, 200)
+    drain.update(2.0, num_running=1, foreground_waits=True, background_waits=False, since_s=1.5)
+    assert drain._kinds[False].output == 50
+    assert drain._kinds[False].seconds == 0.5
+    # The queue was empty in between.
+    drain.note_queue(3.0, foreground_waits=False, background_waits=False)
+    drain.note_queue(3.5, foreground_waits=True, background_waits=False)
+    drain.note(job, 900)
+    drain.update(4.0, num_running=1, foreground_waits=True, background_waits=False, since_s=3.5)
+    assert drain._kinds[False].output == 50
 
 
 def test_background_work_has_the_pace_that_foreground_work_leaves() -> None:

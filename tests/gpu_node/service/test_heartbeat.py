@@ -40,6 +40,16 @@ def test_engine_time_of_the_last_minute_forgets_what_is_older() -> None:
     assert RecentGains(0.0).update((), 2.0) == (), "an engine that does not count it"
 
 
+def test_what_is_left_out_is_never_gained() -> None:
+    """An update may come while the node measures its steps."""
+    recent = RecentGains(0.0)
+    recent.update((0.0, 10.0), 1.0)
+    recent.update((0.0, 60.0), 2.0)
+    recent.leave_out((0.0, 10.0), (0.0, 110.0))
+    assert recent.update((40.0, 160.0), 3.0) == (40.0, 60.0)
+    assert recent.update((40.0, 160.0), 62.0) == (40.0, 50.0), "the oldest update is the one within the measurement"
+
+
 def _ranks(num_starts: int, num_steps: int, *, lost: str = "") -> RankStats:
     """Two stages of a rank each, after steps of 0.1 s, of which they wait 0.02 s and 0.05 s."""
     times = (0.02 * num_steps, 0.05 * num_steps), (0.001 * num_steps, 0.003 * num_steps)
