@@ -102,9 +102,9 @@ class Engine:
         self.num_kv_tokens = self._memory.device.num_total * config.block_size
         """Capacity of the KV cache in tokens, without swap space."""
         self.window_tokens = self._memory.window_tokens(config.block_size)
-        """As `EngineLike.window_tokens` says."""
         self._block_size, self._stall_after_s = config.block_size, config.stall_after_s
-        self._tenants_share_prefixes, drafts = config.prefix_cache_salt == "pool", speculation_of(config, self._runner)
+        self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
+        drafts = speculation_of(config, self._runner)
         self._times = LearnedTimes(config.preemption, self._runner.cache_sizes.block_bytes, drafts.note_decoding)
         limits = StepLimits.of(config, self.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)

@@ -55,9 +55,6 @@ class TextRunner(Protocol):
     def placement(self) -> Placement:
         """Where the weights are."""
 
-    def bind_thread(self) -> None:
-        """Declare that the calling thread alone starts steps and waits for them."""
-
     def submit(self, batch: TextBatch) -> TextHandle:
         """Start a step and return at once. The caller must not change the arrays before the result is available."""
 

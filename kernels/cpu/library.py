@@ -32,7 +32,7 @@ from penstock.kernels.cpu.structs import (
 
 
 class Slot(IntEnum):
-    """The matrices of a model; EMBEDDING, HEAD and TOKEN_INPUTS belong to no layer. GATES has adapters alone."""
+    """The matrices of a model; EMBEDDING, HEAD and TOKEN_INPUTS belong to no layer. GATES has only adapters."""
 
     QKV = 0
     OUT = 1

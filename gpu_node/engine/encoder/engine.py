@@ -181,8 +181,7 @@ class EncoderEngine:
             self._steps.drop(live)
 
     def bind_thread(self) -> None:
-        """Declare that the calling thread does nothing but run steps."""
-        self._model.runner.bind_thread()
+        """Do nothing: steps run on a thread of the runner."""
 
     @property
     def num_requests(self) -> int:

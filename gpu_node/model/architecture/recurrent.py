@@ -95,7 +95,7 @@ class DeltaRule:
 
     @property
     def gate_parts(self) -> Parts:
-        """The matrices of both gates, first that of learning. Or one that holds both."""
+        """The matrices of both gates, that of learning first, or one matrix that holds both."""
         heads = self.num_value_heads
         if self.learning_gate == self.decay_gate:
             return ((self.learning_gate, 2 * heads),)

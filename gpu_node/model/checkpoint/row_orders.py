@@ -31,15 +31,19 @@ def input_order(mixer: DeltaRule) -> NDArray[np.int32]:
 
 def value_order(mixer: DeltaRule) -> NDArray[np.int32]:
     """Return the channels of a mixer's values in the order of a GGUF file, as indices into those of Hugging Face."""
-    by_head = np.arange(mixer.outputs, dtype=np.int32).reshape(mixer.num_key_heads, -1, mixer.value_dim)
+    return _tiled(mixer, mixer.value_dim)
+
+
+def _tiled(mixer: DeltaRule, size: int) -> NDArray[np.int32]:
+    """Return the rows of value heads of this many rows each in the order of a GGUF file: those of a key head apart."""
+    by_head = np.arange(mixer.num_value_heads * size, dtype=np.int32).reshape(mixer.num_key_heads, -1, size)
     return by_head.swapaxes(0, 1).ravel()
 
 
 def gate_orders(mixer: DeltaRule) -> tuple[NDArray[np.int32], ...]:
     """Return, for each part of `gate_parts`, the rows as runners have them, as indices into those of Hugging Face."""
-    by_head = np.arange(mixer.num_value_heads, dtype=np.int32).reshape(mixer.num_key_heads, -1)
     if len(mixer.gate_parts) == 2:
-        own = by_head.swapaxes(0, 1).ravel() if mixer.tiles_values else by_head.ravel()
+        own = _tiled(mixer, 1) if mixer.tiles_values else np.arange(mixer.num_value_heads, dtype=np.int32)
         return own, own
     fused = np.arange(2 * mixer.num_value_heads, dtype=np.int32).reshape(mixer.num_key_heads, 2, -1)
     return (fused.swapaxes(0, 1).ravel(),)

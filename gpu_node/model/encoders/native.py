@@ -123,9 +123,6 @@ class NativeTextRunner:
         """On the CPU."""
         return self._placement
 
-    def bind_thread(self) -> None:
-        """Do nothing: steps run on a thread of the runner, which is one of the model's."""
-
     def submit(self, batch: TextBatch) -> Future[TextResult]:
         """Start a step. Its result raises MemoryError if there is not enough memory for a pass."""
         return self._thread.submit(self._step, batch)

@@ -49,9 +49,6 @@ class EncoderRunner:
         """On the CPU."""
         return Placement(self._weight_bytes, leaves_core_free=torch.get_num_threads() < usable_cores())
 
-    def bind_thread(self) -> None:
-        """Do nothing: steps run on a thread of the runner."""
-
     def submit(self, batch: TextBatch) -> Future[TextResult]:
         """Start a step."""
         return self._thread.submit(self._step, batch)
