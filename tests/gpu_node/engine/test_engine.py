@@ -235,6 +235,7 @@ def test_prompts_may_be_text_tokens_or_chats(plain: Engine) -> None:
 
 @pytest.mark.parametrize("prompts", ["hi", [1, 2], [{"role": "user", "content": "hi"}]])
 def test_a_single_prompt_counts_as_a_list_of_one(plain: Engine, prompts: Any) -> None:
+    plain.generate(prompts, GREEDY)  # From now on the prefix cache has as much of it each time.
     (generation,) = plain.generate(prompts, GREEDY)
     assert generation == plain.generate([prompts], GREEDY)[0]
     assert generation.text == generation.choices[0].text
