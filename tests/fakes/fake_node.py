@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -129,6 +130,12 @@ class FakeJob:
         self.node.jobs.pop(self.id, None)
 
 
+def _show_end(steps: asyncio.Task[None]) -> None:
+    """Show why a node steps no longer. A test that waits for its jobs fails much later."""
+    if not steps.cancelled() and (error := steps.exception()) is not None:
+        traceback.print_exception(error)
+
+
 class FakeNode:
     """A node of pool `fake`. `auto`: it takes jobs and steps by itself, one step every `step_s`."""
 
@@ -155,6 +162,7 @@ class FakeNode:
         self._tasks = [asyncio.create_task(self._beat_forever())]
         if self._auto:
             self._tasks.append(asyncio.create_task(self._step_forever()))
+            self._tasks[-1].add_done_callback(_show_end)
         return self
 
     async def __aexit__(

@@ -19,6 +19,8 @@ from faults.tools.processes import GatewayProcess
 from faults.tools.rebinding import INSIDE, NAME, OUTSIDE
 from standardwebhooks import Webhook, WebhookVerificationError
 
+from penstock.contract.errors import NotFoundError
+from penstock.contract.webhook import event_id_of
 from penstock.producer.client import AsyncClient
 
 SETTINGS: dict[str, Any] = {
@@ -97,13 +99,15 @@ async def run_with_kills(redis_url: str, *, num_jobs: int, num_kills: int, seed:
         async with AsyncClient(redis_url) as client, FakeNode(redis_url, max_open_jobs=10**6):
             secrets = await _endpoints(client, receiver.port)
             ids = list(secrets)
+            paths = {path: endpoint_id for endpoint_id, (path, _) in secrets.items()}
             kills = asyncio.create_task(_kill(gateways, stack, redis_url, receiver, num_jobs, num_kills, chosen))
             wanted = await _submit(client, num_jobs, ids)
             num_killed = await kills
-            await _until_told(receiver, wanted, num_jobs)
+            untold = await _until_told(receiver, wanted, num_jobs)
+            violations = [await _fate(client, paths, *one) for one in untold]
             num_left = await _until_quiet(client)
             forbidden = (await client.webhooks.deliveries(ids[-1], "dead", limit=100)).deliveries
-    violations = list(_violations(receiver, inside, dict(secrets.values())))
+    violations += _violations(receiver, inside, dict(secrets.values()))
     # Those that wait when the endpoint has failed too often end because it is disabled.
     reasons = {"is not public" in one.answer or one.answer == "the endpoint is disabled" for one in forbidden}
     if reasons != {True} or not any("is not public" in one.answer for one in forbidden):
@@ -165,11 +169,25 @@ async def _kill(
     return num_kills
 
 
-async def _until_told(receiver: WebhookReceiver, wanted: set[tuple[str, str]], num_jobs: int) -> None:
-    """Wait until each event was accepted once, or long enough."""
-    async with asyncio.timeout(60 + num_jobs / 10):
-        while wanted - {_key_of(one) for one in list(receiver.accepted)}:
-            await asyncio.sleep(0.1 + num_jobs / 50_000)
+async def _until_told(receiver: WebhookReceiver, wanted: set[tuple[str, str]], num_jobs: int) -> list[tuple[str, str]]:
+    """Wait until each event was accepted once, or long enough. Return those that were not."""
+    until_s = time.monotonic() + 60 + num_jobs / 10
+    while untold := wanted - {_key_of(one) for one in list(receiver.accepted)}:
+        if time.monotonic() > until_s:
+            break
+        await asyncio.sleep(0.1 + num_jobs / 50_000)
+    return sorted(untold)
+
+
+async def _fate(client: AsyncClient, endpoints: dict[str, str], path: str, job_id: str) -> str:
+    """Say what is known of a job whose end was not told in time, and of its delivery."""
+    job = await client.status(job_id)
+    event_id = event_id_of("job.succeeded", job_id)
+    try:
+        delivery: Any = await client.webhooks.queue.get(endpoints[path], event_id)
+    except NotFoundError as error:
+        delivery = error
+    return f"the end of {job_id} was not told at {path}: {job}; {delivery}"
 
 
 async def _until_quiet(client: AsyncClient) -> int:
