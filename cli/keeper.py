@@ -1,7 +1,8 @@
 """The keeper of a gateway: it holds the listening sockets and the connections, so that both outlive the gateway.
 
-The gateway sends it a duplicate of each connection with an answer that can go on elsewhere. When the gateway ends, the
-next one gets all of them, and goes on from the slots of the shared memory (`gateway/kept/slots.py`).
+When a gateway ends, its holder (`gateway/kept/holder.py`) sends the keeper each connection with an answer that can go
+on elsewhere. The next gateway gets all of them, and goes on from the slots of the shared memory
+(`gateway/kept/slots.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from penstock.cli.processes import (
 from penstock.contract.errors import ConfigError
 from penstock.gateway.kept.slots import VERSION, memory_bytes
 from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
-from penstock.runtime.kept_sockets import DROP, KEEP, LEAVE, READY, Inherited, receive_message, send_message, shut_down
+from penstock.runtime.kept_sockets import KEEP, LEAVE, READY, TAKEN, Inherited, receive_message, send_message, shut_down
 from penstock.runtime.logging import LogSettings
 from penstock.runtime.service_manager import ServiceManager
 
@@ -70,7 +71,7 @@ class ConnectionKeeper:
         self._slots = slots
         self._num_slots = num_slots
         self._kept: dict[int, int] = {}
-        """Slot → descriptor of its connection."""
+        """Slot → descriptor of its connection, until a gateway has it."""
         self.is_leaving = False
         """Whether the gateway was asked to end, so that a new one takes over."""
         self.next_command: Sequence[str] = ()
@@ -147,7 +148,7 @@ class ConnectionKeeper:
             asyncio.get_running_loop().add_reader(self._control.fileno(), self._read)
 
     def gateway_ended(self) -> None:
-        """Take the last messages of a gateway that has ended, and wait for the next one."""
+        """Take the connections of a gateway that has ended, and whose holder has too, and wait for the next gateway."""
         self._ended_ns = time.monotonic_ns()
         self._read()
         self._end_control()
@@ -197,11 +198,12 @@ class ConnectionKeeper:
                 self._end_control()
                 return
             kind, number, descriptor = message
-            if kind in (KEEP, DROP):
-                if (old := self._kept.pop(number, None)) is not None:
+            if kind == KEEP and descriptor is not None:
+                if (old := self._kept.get(number)) is not None:
                     os.close(old)
-                if kind == KEEP and descriptor is not None:
-                    self._kept[number] = descriptor
+                self._kept[number] = descriptor
+            elif kind == TAKEN:
+                self._drop_all()
             elif kind == READY:
                 self._hand_over()
 

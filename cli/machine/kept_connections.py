@@ -6,6 +6,7 @@ import socket
 
 from penstock.cli.keeper import MAX_SLOTS, num_slots
 from penstock.cli.machine.check import Check
+from penstock.gateway.kept.holder import can_share_descriptors
 from penstock.runtime.kept_sockets import counts_of
 
 FEW_SLOTS = 1024
@@ -15,14 +16,15 @@ SUBJECT = "answers"
 def check_kept_connections() -> Check:
     """Return what a keeper could hold here: connections with an open answer, which then outlive their gateway."""
     slots = num_slots()
-    return judge_kept(slots, has_counts=slots is not None and _has_counts())
+    return judge_kept(slots if can_share_descriptors() else None, has_counts=slots is not None and _has_counts())
 
 
 def judge_kept(slots: int | None, *, has_counts: bool) -> Check:
     """Judge by the number of connections that a keeper may hold (None: no keeper here), and by the kernel's counts."""
     if slots is None:
-        advice = "use Linux; until then the answers that are open when a gateway ends are cut off after its drain"
-        return Check("warn", SUBJECT, "no memfd_create or SOCK_SEQPACKET here: no answer outlives its gateway", advice)
+        advice = "use Linux on x86-64, ARM or RISC-V; until then the answers that are open when a gateway ends are cut off after its drain"
+        finding = "no process can share a gateway's connections here, so no answer outlives its gateway"
+        return Check("warn", SUBJECT, finding, advice)
     if not has_counts:
         advice = "use Linux 4.19 or later"
         return Check(

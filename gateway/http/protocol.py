@@ -149,7 +149,7 @@ class BoundedHead(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the connection: stop its timers."""
         if self.kept is not None:
-            self.kept.lose()
+            self.kept.leave()
             if self._answer_keep is not None:
                 self._answer_keep.release()
         self._stop_waiting()

@@ -66,6 +66,7 @@ class GatewayServer(uvicorn.Server):
         self._background.add(asyncio.create_task(self._manager.feed(), name="penstock watchdog"))
         if (keep := self._keep) is not None:
             keep.on_leave = self._start_to_leave
+            keep.watch_holder()
             takeover = AnswerTakeover(keep, self._new_protocol, self.config.loaded_app, self._metrics)
             self._background.add(asyncio.create_task(takeover.run(), name="penstock takeover"))
 

@@ -83,16 +83,16 @@ class AnswerTakeover:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
         except OSError:
-            connection.close()
             self._keep.num_kept += 1
             self._keep.drop(slot)
+            connection.close()
 
     def _close(self, slot: AnswerSlot, descriptor: int, reason: str) -> None:
         logger.info("a connection of an earlier gateway was closed", extra={"reason": reason})
         self._metrics.takeovers.labels("closed").inc()
-        os.close(descriptor)
         self._keep.num_kept += 1
         self._keep.drop(slot)
+        os.close(descriptor)
 
     def _go_idle(self, slot: AnswerSlot, num_read: int, protocol: BoundedHead) -> None:
         """Wait for the next request of a connection without an open answer."""

@@ -1,26 +1,17 @@
-"""The connections of a gateway that its keeper holds too, so that they outlive the gateway."""
+"""The connections of a gateway that have a slot, so that they outlive the gateway (`holder.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from penstock.gateway.kept.slots import MAX_RECORD_BYTES, AnswerSlot, Slots
-from penstock.runtime.kept_sockets import (
-    DROP,
-    KEEP,
-    LEAVE,
-    READY,
-    Inherited,
-    counts_of,
-    receive_message,
-    send_message,
-    shut_down,
-)
+from penstock.runtime.kept_sockets import KEEP, LEAVE, READY, TAKEN, Inherited, counts_of, receive_message, send_message
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -32,8 +23,7 @@ class Keep:
         self.slots = Slots(inherited.slots, inherited.num_slots)
         self._control: socket.socket | None = socket.socket(fileno=inherited.control)
         self._control.setblocking(False)
-        self._unsent: deque[int] = deque()
-        """Slots whose connections the keeper is to drop, and was not told yet."""
+        self._holder = inherited.holder
         self.num_kept = 0
         self.note_unkept: Callable[[str], None] = lambda _: None
         """Counts an answer that could not be kept, by the reason."""
@@ -42,7 +32,7 @@ class Keep:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the keeper holds connections."""
+        """Whether there is a keeper."""
         return self._control is not None
 
     async def kept_before(self) -> tuple[list[tuple[int, int]], int]:
@@ -64,8 +54,10 @@ class Keep:
                 while (message := _received(control)) is not None:
                     kind, number, descriptor = message
                     if kind == KEEP and descriptor is not None:
+                        self.slots.connections.note(number, descriptor)
                         found.append((number, descriptor))
                     elif kind == READY:
+                        send_message(control, TAKEN)
                         loop.add_reader(control.fileno(), self._read)
                         return found, number
         except OSError:
@@ -73,43 +65,42 @@ class Keep:
             return found, 0
 
     def hold(self, connection: int) -> AnswerSlot | str:
-        """Let the keeper hold a duplicate of a connection, and return its slot, or the reason why it does not."""
-        control = self._control
-        if control is None:
+        """Let a connection outlive this gateway, and return its slot, or the reason why it does not."""
+        if self._control is None:
             return "no_keeper"
+        if not self._holder:
+            return "no_holder"
         if (slot := self.slots.take()) is None:
             return "too_many_connections"
-        try:
-            send_message(control, KEEP, slot.number, connection)
-        except OSError:
-            # The keeper is too slow just now. The next answer on this connection may be kept.
-            self.slots.free(slot.number)
-            return "busy_keeper"
+        self.slots.connections.note(slot.number, connection)
         self.num_kept += 1
         return slot
 
     def drop(self, slot: AnswerSlot) -> None:
-        """Let the keeper drop its duplicate of a connection."""
+        """Let a connection end with this gateway, or with its descriptor, which may be closed from now on."""
         slot.clear()
+        self.slots.connections.forget(slot.number)
+        self.slots.free(slot.number)
         self.num_kept -= 1
-        self._unsent.append(slot.number)
-        self._flush()
 
-    def _flush(self) -> None:
-        control = self._control
-        while self._unsent and control is not None:
-            try:
-                send_message(control, DROP, self._unsent[0])
-            except BlockingIOError:
-                asyncio.get_running_loop().add_writer(control.fileno(), self._flush)
-                return
-            except OSError:
-                self._lose_keeper()
-                return
-            # Only now, because the keeper must not take a later connection in this slot for the earlier one.
-            self.slots.free(self._unsent.popleft())
-        if control is not None:
-            asyncio.get_running_loop().remove_writer(control.fileno())
+    def watch_holder(self) -> None:
+        """Learn when the holder ends."""
+        if not self._holder:
+            return
+        try:
+            ended = os.pidfd_open(self._holder)
+        except (AttributeError, OSError):
+            return  # Before Linux 5.3.
+        asyncio.get_running_loop().add_reader(ended, self._lose_holder, ended)
+
+    def _lose_holder(self, ended: int) -> None:
+        asyncio.get_running_loop().remove_reader(ended)
+        os.close(ended)
+        with suppress(ChildProcessError):
+            os.waitpid(self._holder, os.WNOHANG)
+        self._holder = 0
+        self.slots.connections.forget_all()
+        logger.error("the holder of the connections has ended, so open answers end with this gateway")
 
     def _read(self) -> None:
         control = self._control
@@ -124,9 +115,10 @@ class Keep:
         """Go on without a keeper, whose process has ended: its guard lets this gateway drain."""
         if (control := self._control) is not None:
             self._control = None
+            # First: the holder must not send by the number of this socket when that is another file's.
+            self.slots.connections.forget_all()
             loop = asyncio.get_running_loop()
             loop.remove_reader(control.fileno())
-            loop.remove_writer(control.fileno())
             control.close()
 
 
@@ -142,7 +134,7 @@ def _received(control: socket.socket) -> tuple[bytes, int, int | None] | None:
 
 
 class KeptConnection:
-    """One connection of a client. The keeper holds it from its first answer that is kept on."""
+    """One connection of a client. It has a slot from its first answer that is kept on."""
 
     __slots__ = ("_is_ahead", "_keep", "_num_read", "_slot", "transport")
 
@@ -158,7 +150,7 @@ class KeptConnection:
         return int(self.transport.get_extra_info("socket").fileno())
 
     def take_over(self, slot: AnswerSlot, num_read: int, *, is_ahead: bool) -> None:
-        """Go on with a connection that the keeper holds."""
+        """Go on with a connection that an earlier gateway had."""
         self._slot, self._num_read, self._is_ahead = slot, num_read, is_ahead
         self._keep.num_kept += 1
 
@@ -205,13 +197,7 @@ class KeptConnection:
             self._slot.idle(self._num_read)
 
     def leave(self) -> None:
-        """Let the keeper drop the connection, which stays open here."""
+        """Let the connection end with this gateway. It stays open here."""
         if self._slot is not None:
             slot, self._slot = self._slot, None
             self._keep.drop(slot)
-
-    def lose(self) -> None:
-        """End the connection: its descriptor is about to be closed, which alone would not end it."""
-        if self._slot is not None:
-            shut_down(self._descriptor)
-            self.leave()

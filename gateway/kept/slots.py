@@ -22,6 +22,8 @@ slots lie, for each slot, two counts in turn, and for all of them one stage:
 The count with more bytes of the answer holds, if these are more than the commit's. They are stored last, when the part
 is in the stage. The next part, of whichever answer, may take its place there, because by then the connection has taken
 it: `KeptBody.write` looks, and otherwise moves it to the ring.
+
+At the end, a word for each slot has the descriptor of its connection in the gateway, for its holder (`holder.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ MAX_RECORD_BYTES = 256 << 10
 """The largest record of an answer. An answer with a larger one is not kept."""
 MAX_COUNTERS = 64
 """Most jobs of a stream that is kept."""
-VERSION = 4
+VERSION = 5
 """Of the layout. A successor of another version cannot go on with the answers."""
 FINAL, FAILED, WITHIN, CLOSES = 1, 2, 4, 8
 """Flags of a commit: all bytes of the answer are in it; its error event is; it ends within an event; the connection
@@ -403,17 +405,47 @@ class AnswerSlot(SmallParts):
 
 def memory_bytes(count: int) -> int:
     """Return the size of the memory of so many slots."""
-    return count * (SLOT_BYTES + _COUNTS_BYTES) + _WORD_BYTES + SMALL_BYTES
+    return count * (SLOT_BYTES + _COUNTS_BYTES + _WORD_BYTES) + _WORD_BYTES + SMALL_BYTES
+
+
+class ConnectionTable:
+    """Which descriptor of the gateway has the connection of each slot."""
+
+    def __init__(self, memory: mmap.mmap, count: int) -> None:
+        self._words = memoryview(memory)[memory_bytes(count) - count * _WORD_BYTES : memory_bytes(count)].cast("Q")
+
+    def note(self, number: int, descriptor: int) -> None:
+        """Note the connection of a slot."""
+        self._words[number] = descriptor + 1
+
+    def forget(self, number: int) -> None:
+        """Note that a slot has no connection, before its descriptor is closed."""
+        self._words[number] = 0
+
+    def forget_all(self) -> None:
+        """Note that no slot has a connection."""
+        for number in self.found():
+            self.forget(number)
+
+    def found(self) -> dict[int, int]:
+        """Return the descriptor of each slot that has a connection."""
+        return {number: word - 1 for number, word in enumerate(self._words) if word}
+
+
+def mapped(descriptor: int, count: int) -> mmap.mmap:
+    """Return the memory of so many slots."""
+    if os.fstat(descriptor).st_size < memory_bytes(count):
+        os.ftruncate(descriptor, memory_bytes(count))  # Its keeper is of an earlier version.
+    return mmap.mmap(descriptor, memory_bytes(count))
 
 
 class Slots:
     """All slots of a gateway."""
 
     def __init__(self, descriptor: int, count: int) -> None:
-        if os.fstat(descriptor).st_size < memory_bytes(count):
-            os.ftruncate(descriptor, memory_bytes(count))  # Its keeper is of an earlier version.
-        self._memory = mmap.mmap(descriptor, memory_bytes(count))
+        self._memory = mapped(descriptor, count)
         self._stage = Stage(self._memory)
+        self.connections = ConnectionTable(self._memory, count)
         self._free = list(range(count - 1, -1, -1))
 
     def take(self) -> AnswerSlot | None:
@@ -433,5 +465,5 @@ class Slots:
         return slots
 
     def free(self, number: int) -> None:
-        """Take back the slot of a connection that the keeper has been told to drop."""
+        """Take back a slot that has no connection any more."""
         self._free.append(number)

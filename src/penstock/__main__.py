@@ -5,6 +5,7 @@ import sys
 
 from penstock.contract.errors import EXIT_INTERRUPTED, EXIT_WRONG_USE
 from penstock.runtime.init_process import reap_orphans_if_first
+from penstock.runtime.kept_sockets import KEEPER_VARIABLE
 
 
 def main() -> None:
@@ -14,6 +15,10 @@ def main() -> None:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
     reap_orphans_if_first()
+    if os.environ.get(KEEPER_VARIABLE):
+        from penstock.gateway.kept.holder import start_holder
+
+        start_holder()
     try:
         from penstock.cli.main import app
 

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,9 @@ from penstock.cli.keeper import ConnectionKeeper
 from penstock.cli.processes import BackOff, ChildCommand
 from penstock.contract.errors import ConfigError
 from penstock.gateway.kept.connection import Keep
+from penstock.gateway.kept.holder import send_connections
 from penstock.gateway.kept.slots import AnswerSlot, memory_bytes
-from penstock.runtime.kept_sockets import KEEPER_VARIABLE, Inherited, receive_message
+from penstock.runtime.kept_sockets import KEEPER_VARIABLE, READY, Inherited, receive_message, send_message
 
 COMMAND = ChildCommand("gateway", ("gateway",), {"A": "b"}, 1.0)
 
@@ -35,13 +37,18 @@ def gateway_of(keeper: ConnectionKeeper) -> Keep:
     """Return the side of a gateway that was just started, whose descriptors are its own."""
     inherited = Inherited.of_environment(keeper.command_of(COMMAND).env)
     assert inherited is not None
-    keep = Keep(Inherited(os.dup(inherited.control), inherited.slots, inherited.num_slots, inherited.listeners))
+    own = os.dup(inherited.control)
+    keep = Keep(replace(inherited, control=own, holder=os.getpid()))
+    keep.slots.connections.forget_all()
     keeper.gateway_started()
     return keep
 
 
 def end(keep: Keep) -> None:
-    keep._lose_keeper()
+    """Do what the holder of a gateway does when the gateway has ended."""
+    if keep._control is not None:
+        send_connections(keep._control.fileno(), keep.slots.connections)
+        keep._lose_keeper()
 
 
 @pytest.fixture
@@ -67,14 +74,18 @@ async def test_a_connection_moves_to_the_next_gateway(pair):
         assert await first.kept_before() == ([], 0)
         slot = first.hold(ours.fileno())
         assert isinstance(slot, AnswerSlot)
-        ours.close()
+        await turns()
+        assert keeper.num_kept == 0
         end(first)
+        ours.close()
         keeper.gateway_ended()
         assert keeper.num_kept == 1
         client.sendall(b"still open")
         second = gateway_of(keeper)
         ((number, descriptor),), ended_ns = await second.kept_before()
         assert number == slot.number and ended_ns > 0
+        await turns()
+        assert keeper.num_kept == 0 and second.slots.connections.found() == {number: descriptor}
         (taken,) = second.slots.taken([number])
         with socket.socket(fileno=descriptor) as again:
             assert again.recv(20) == b"still open"
@@ -82,9 +93,32 @@ async def test_a_connection_moves_to_the_next_gateway(pair):
             assert client.recv(20) == b"answer"
         second.num_kept += 1
         second.drop(taken)
-        await turns()
-        assert keeper.num_kept == 0 and client.recv(1) == b""
+        assert client.recv(1) == b"" and second.slots.connections.found() == {}
         end(second)
+
+
+async def test_a_gateway_that_dies_before_it_has_the_connections_leaves_them_to_the_next_one(pair):
+    client, ours = pair
+    async with opened() as keeper:
+        first = gateway_of(keeper)
+        assert isinstance(first.hold(ours.fileno()), AnswerSlot)
+        end(first)
+        ours.close()
+        keeper.gateway_ended()
+        second = gateway_of(keeper)
+        assert second._control is not None
+        send_message(second._control, READY)
+        await turns()
+        end(second)
+        keeper.gateway_ended()
+        assert keeper.num_kept == 1
+        third = gateway_of(keeper)
+        ((_, descriptor),), _ = await third.kept_before()
+        with socket.socket(fileno=descriptor) as again:
+            again.sendall(b"answer")
+            assert client.recv(20) == b"answer"
+        third.slots.connections.forget_all()
+        end(third)
 
 
 async def test_connections_that_no_gateway_takes_end(pair, monkeypatch):
@@ -93,8 +127,8 @@ async def test_connections_that_no_gateway_takes_end(pair, monkeypatch):
     async with opened() as keeper:
         keep = gateway_of(keeper)
         assert isinstance(keep.hold(ours.fileno()), AnswerSlot)
-        ours.close()
         end(keep)
+        ours.close()
         keeper.gateway_ended()
         assert keeper.num_kept == 1
         await asyncio.sleep(0.2)
@@ -123,6 +157,16 @@ async def test_more_connections_than_slots_are_not_kept(pair):
         assert isinstance(slot, AnswerSlot) and keep.hold(ours.fileno()) == "too_many_connections"
         keep.drop(slot)
         assert isinstance(keep.hold(ours.fileno()), AnswerSlot)
+        keep.slots.connections.forget_all()
+        end(keep)
+
+
+async def test_without_a_holder_no_connection_is_kept(pair):
+    _, ours = pair
+    async with opened() as keeper:
+        keep = gateway_of(keeper)
+        keep._holder = 0
+        assert keep.hold(ours.fileno()) == "no_holder"
         end(keep)
 
 

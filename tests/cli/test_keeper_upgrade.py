@@ -59,8 +59,8 @@ async def test_what_is_handed_over_moves_to_the_next_gateway() -> None:
         first = gateway_of(before)
         slot = first.hold(ours.fileno())
         assert isinstance(slot, AnswerSlot)
-        ours.close()
         end(first)
+        ours.close()
         before.gateway_ended()
         kept = {number: os.dup(descriptor) for number, descriptor in before._kept.items()}
         listeners = [os.dup(listener.fileno()) for listener in before._listeners]
@@ -71,6 +71,7 @@ async def test_what_is_handed_over_moves_to_the_next_gateway() -> None:
     with socket.socket(fileno=descriptor) as again:
         again.sendall(b"goes on")
         assert client.recv(20) == b"goes on"
+    second.slots.connections.forget_all()
     end(second)
     keeper.close()
     client.close()

@@ -3,8 +3,9 @@
 The keeper is the process that starts the gateway. Both have a pair of Unix sockets of the kind SOCK_SEQPACKET, so each
 message arrives whole. A message has a letter and a number; that of a connection brings a duplicate of it (SCM_RIGHTS).
 
-    gateway → keeper   KEEP slot + descriptor, DROP slot, READY (it takes the connections of its predecessor)
+    gateway → keeper   READY (it takes the connections of its predecessor), TAKEN (it has them)
     keeper → gateway   KEEP slot + descriptor for each kept connection, READY + nanoseconds (there are no more), LEAVE
+    holder → keeper    KEEP slot + descriptor for each kept connection, when the gateway has ended
 
 The time is that at which the keeper saw the predecessor's end, by the clock CLOCK_MONOTONIC, which all processes share.
 """
@@ -23,35 +24,38 @@ from termios import FIONREAD
 from typing import Self
 
 KEEPER_VARIABLE = "PENSTOCK_GATEWAY_KEEPER"
-"""Environment variable of a gateway that has a keeper: `<control>:<slots>:<number of slots>:<listener>,<listener>…`,
-all of them descriptors but the number."""
-KEEP, DROP, READY, LEAVE = b"K", b"D", b"R", b"L"
+"""Environment variable of a gateway that has a keeper:
+`<control>:<slots>:<number of slots>:<listener>,<listener>…:<holder>`, all of them descriptors but the number of slots
+and the process that holds the gateway's connections (`gateway/kept/holder.py`), which is 0 until it runs."""
+KEEP, READY, TAKEN, LEAVE = b"K", b"R", b"T", b"L"
 _MESSAGE = struct.Struct("<cQ")
 _DESCRIPTORS = array.array("i", [0])
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """The descriptors that a gateway inherits from its keeper."""
+    """What a gateway inherits from its keeper: descriptors, but for the numbers of slots and of the holder."""
 
     control: int
     slots: int
     num_slots: int
     listeners: tuple[int, ...]
+    holder: int = 0
+    """The process that holds the gateway's connections, or 0."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return what the environment of this process names, or None without a keeper."""
         if not (text := environment.get(KEEPER_VARIABLE, "")):
             return None
-        control, slots, num_slots, listeners = text.split(":")
-        return cls(int(control), int(slots), int(num_slots), tuple(map(int, listeners.split(","))))
+        control, slots, num_slots, listeners, holder = text.split(":")
+        return cls(int(control), int(slots), int(num_slots), tuple(map(int, listeners.split(","))), int(holder))
 
     @property
     def variable(self) -> dict[str, str]:
         """The variable for a gateway that inherits these."""
         listeners = ",".join(map(str, self.listeners))
-        return {KEEPER_VARIABLE: f"{self.control}:{self.slots}:{self.num_slots}:{listeners}"}
+        return {KEEPER_VARIABLE: f"{self.control}:{self.slots}:{self.num_slots}:{listeners}:{self.holder}"}
 
     @property
     def descriptors(self) -> tuple[int, ...]:
