@@ -22,7 +22,7 @@ def check_kept_connections() -> Check:
 def judge_kept(slots: int | None, *, has_counts: bool) -> Check:
     """Judge by the number of connections that a keeper may hold (None: no keeper here), and by the kernel's counts."""
     if slots is None:
-        advice = "use Linux on x86-64, ARM or RISC-V; until then the answers that are open when a gateway ends are cut off after its drain"
+        advice = "use Linux on x86-64, ARM or RISC-V; until then open answers are cut off after their gateway's drain"
         finding = "no process can share a gateway's connections here, so no answer outlives its gateway"
         return Check("warn", SUBJECT, finding, advice)
     if not has_counts:
