@@ -35,6 +35,14 @@ MAX_TAKEOVERS = 2
 """Gateways that may die while they take an answer over. The next one ends it with an error."""
 
 
+_PACK_BYTES = 4096
+"""The first size of the buffer for a record. msgpack's own, 256 KiB, comes from the system each time."""
+
+
+def _packed(facts: Mapping[str, Any]) -> bytes:
+    return cast(bytes, msgpack.packb(facts, buf_size=_PACK_BYTES))
+
+
 def _nothing() -> None:
     pass
 
@@ -178,9 +186,8 @@ class AnswerKeep:
             return
         if cycle.response_started or cycle.scope["http_version"] != "1.1" or cycle.scope["method"] == "HEAD":
             return
-        data = msgpack.packb(
-            {"scope": _scope_facts(cast("Scope", cycle.scope)), "closes": not cycle.keep_alive, **facts}
-        )
+        scope = _scope_facts(cast("Scope", cycle.scope))
+        data = _packed({"scope": scope, "closes": not cycle.keep_alive, **facts})
         self.slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
             self.count = slot.count
@@ -188,7 +195,7 @@ class AnswerKeep:
 
     def add(self, facts: Mapping[str, Any]) -> None:
         """Add to the record of an answer that has sent nothing yet."""
-        if self.slot is not None and not self.slot.add(msgpack.packb(facts)):
+        if self.slot is not None and not self.slot.add(_packed(facts)):
             self.give_up("large_record")
 
     def give_up(self, reason: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -104,6 +106,30 @@ def test_open_answers_go_on_at_the_next_gateway_byte_for_byte(held: Held, ends_b
     log = "\n".join(gateway.log)
     assert [log.count(found_id[1].decode()) for found_id in ids if found_id] == [1] * len(CASES)
     assert "Traceback" not in log and '"level": "ERROR"' not in log
+
+
+def test_a_gateway_whose_holder_is_killed_serves_on_and_says_so(held: Held) -> None:
+    gateway = held.gateway
+    held.engine.may_go_on.set()
+    _, process = gateway.pids()
+    children = [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    (holder,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "gateway-holder\n")
+    os.kill(holder, signal.SIGKILL)
+    until_s = time.monotonic() + 60
+    while not any("the holder of the connections has ended" in line for line in gateway.log):
+        assert time.monotonic() < until_s, gateway.log
+        time.sleep(0.05)
+    assert not Path(f"/proc/{holder}").exists()
+    with closing(Reader(gateway.port, at_once=1 << 16)) as reader:
+        assert same(CASES[0], reader.ask(CASES[0], closes=False).body, held.expected[CASES[0].name])
+    text = httpx.get(f"{gateway.url}/metrics", timeout=60).text
+    assert 'penstock_http_unkept_answers_total{reason="no_holder"} 1.0' in text
+    # The next gateway has a holder of its own.
+    gateway.kill()
+    gateway.wait_until_it_serves_again()
+    with closing(Reader(gateway.port, at_once=1 << 16)) as reader:
+        assert same(CASES[0], reader.ask(CASES[0], closes=False).body, held.expected[CASES[0].name])
+    assert "no_holder" not in httpx.get(f"{gateway.url}/metrics", timeout=60).text
 
 
 @pytest.mark.slow

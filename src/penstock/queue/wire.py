@@ -37,7 +37,9 @@ class WireError(PenstockError):
 Pack = Callable[[Any], bytes]
 
 
-pack: Pack = partial(msgpack.packb, use_bin_type=True)
+PACK_BYTES = 4096
+"""The first size of the buffer of one call. msgpack's own, 256 KiB, comes from the system each time."""
+pack: Pack = partial(msgpack.packb, use_bin_type=True, buf_size=PACK_BYTES)
 """Returns the msgpack bytes of a value."""
 
 

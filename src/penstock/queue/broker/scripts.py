@@ -18,6 +18,7 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.script_text import source
 from penstock.queue.broker.shared_connection import SharedRedis
+from penstock.queue.wire import PACK_BYTES
 from penstock.runtime import crash_points
 
 _LOG = logging.getLogger(__package__)
@@ -35,7 +36,7 @@ def packed(value: Any) -> bytes:
 
     Bytes are packed as strings, the only type that Redis's Lua has for them.
     """
-    return cast(bytes, msgpack.packb(value, use_bin_type=False))
+    return cast(bytes, msgpack.packb(value, use_bin_type=False, buf_size=PACK_BYTES))
 
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
