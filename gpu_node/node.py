@@ -190,6 +190,7 @@ class Node:
         refused = list[Exception]()
         before = await asyncio.wrap_future(self._worker.stats())
         try:
+            self._heartbeat.note_measuring(before)
             self._worker.add(request, refused.append)
             while not len(self.held_jobs):
                 after = await asyncio.wrap_future(self._worker.stats())
@@ -203,6 +204,7 @@ class Node:
             log.info("the steps of this engine cannot be measured")
         finally:
             self._worker.abort(MEASURED_REQUEST)
+            self._heartbeat.note_measuring(None)
         return None
 
     async def shed_load(self) -> None:

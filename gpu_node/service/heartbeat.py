@@ -230,10 +230,16 @@ class Heartbeat:
         self.measured_costs: StepParts | None = None
         """What steps take, as measured before the first job."""
         self.draining = False
+        self._before_measuring: EngineStats | None = None
+
+    def note_measuring(self, before: EngineStats | None) -> None:
+        """Note that what is looked up in the prefix cache from a moment on is not by jobs; None: from now on it is."""
+        self._before_measuring = before
 
     def leave_out_lookups(self, before: EngineStats, after: EngineStats) -> None:
         """Leave what was looked up in the prefix cache between these moments out of its hit rate: not by jobs."""
         self._hits.leave_out(_lookups(before), _lookups(after))
+        self._before_measuring = None
 
     async def run(self) -> None:
         """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead.
@@ -287,7 +293,7 @@ class Heartbeat:
         stats = snapshot.stats
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
-        hits, lookups = self._hits.update(_lookups(stats), now_s)
+        hits, lookups = self._hits.update(_lookups(self._before_measuring or stats), now_s)
         foreground, background = self._paces(snapshot, now_s, hits / lookups if lookups else 0.0)
         gpu = snapshot.gpu
         return replace(

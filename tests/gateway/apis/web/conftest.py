@@ -101,10 +101,16 @@ class Playground:
         self.model.select_option(model)
 
     def ask(self, text: str) -> None:
-        """Send a message. A page that was just loaded may still read on the answer before: it sends none then."""
+        """Send a message. A page that was just loaded may still read on the answer before: it sends none then.
+
+        The page sends none either if it read the list of models while the node was late. It then reads the list again.
+        """
         expect(self.page.get_by_role("button", name="Send")).to_be_visible()
         self.prompt.fill(text)
         self.prompt.press("Enter")
+        if self.page.get_by_text("No model is served yet.").and_(self.page.get_by_role("status")).count():
+            expect(self.model.locator("option")).not_to_have_count(0)
+            self.prompt.press("Enter")
 
     @property
     def answer(self) -> Locator:
