@@ -84,8 +84,9 @@ class Keep:
         self.num_kept -= 1
 
     def watch_holder(self) -> None:
-        """Learn when the holder ends."""
+        """Learn when the holder ends. Log a warning if there is none."""
         if not self._holder:
+            logger.warning("no holder of the connections could start, so open answers end with this gateway")
             return
         try:
             ended = os.pidfd_open(self._holder)

@@ -18,8 +18,9 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -83,7 +84,10 @@ def _hold(gateway: int, control: int, table: ConnectionTable) -> NoReturn:
         prctl(_PR_SET_PDEATHSIG, _GATEWAY_ENDED, 0, 0, 0)
         while os.getppid() == gateway:
             signal.sigtimedwait((_GATEWAY_ENDED,), _CHECK_S)
-        send_connections(control, table)
+        with suppress(OSError):  # The keeper has ended too, so no gateway follows.
+            send_connections(control, table)
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(0)
 
