@@ -40,7 +40,7 @@ from penstock.cli.processes import (
 from penstock.contract.errors import ConfigError
 from penstock.gateway.kept.slots import VERSION, memory_bytes
 from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
-from penstock.runtime.kept_sockets import KEEP, LEAVE, READY, TAKEN, Inherited, receive_message, send_message, shut_down
+from penstock.runtime.kept_sockets import KEEP, LEAVE, READY, TAKEN, Inherited, receive_message, send_message
 from penstock.runtime.logging import LogSettings
 from penstock.runtime.service_manager import ServiceManager
 
@@ -111,7 +111,7 @@ class ConnectionKeeper:
         """Hold what another keeper has handed to this process."""
         keeper = cls([socket.socket(fileno=number) for number in handed.listeners], handed.slots, handed.num_slots)
         keeper._kept, keeper._ended_ns = dict(handed.kept), handed.ended_ns
-        keeper._expiry = asyncio.get_running_loop().call_later(KEEP_S, keeper._expire)
+        keeper._expiry = asyncio.get_running_loop().call_later(KEEP_S, keeper._drop_all)
         return keeper
 
     def hand_over(self) -> None:
@@ -153,7 +153,7 @@ class ConnectionKeeper:
         self._read()
         self._end_control()
         if self._expiry is None:
-            self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._expire)
+            self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._drop_all)
 
     def leave(self) -> None:
         """Ask the gateway to leave its connections to a successor, which is started then."""
@@ -172,13 +172,8 @@ class ConnectionKeeper:
         with suppress(OSError):
             os.close(self._slots)
 
-    def _expire(self) -> None:
-        """End the connections that no gateway has taken over in time."""
-        for descriptor in self._kept.values():
-            shut_down(descriptor)
-        self._drop_all()
-
     def _drop_all(self) -> None:
+        """Close the connections: a gateway has them, or they end."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from penstock.contract.errors import StreamDivergedError
 from penstock.gateway.kept.connection import KeptConnection
 from penstock.gateway.kept.slots import CLOSES, FAILED, FINAL, MAX_COUNTERS, NO_EVENTS, WITHIN, AnswerSlot, Left
+from penstock.queue.wire import pack
 from penstock.runtime import crash_points
 
 _KEPT = "penstock.kept"
@@ -33,14 +34,6 @@ _HEADERS = frozenset(
 
 MAX_TAKEOVERS = 2
 """Gateways that may die while they take an answer over. The next one ends it with an error."""
-
-
-_PACK_BYTES = 4096
-"""The first size of the buffer for a record. msgpack's own, 256 KiB, comes from the system each time."""
-
-
-def _packed(facts: Mapping[str, Any]) -> bytes:
-    return cast(bytes, msgpack.packb(facts, buf_size=_PACK_BYTES))
 
 
 def _nothing() -> None:
@@ -187,7 +180,7 @@ class AnswerKeep:
         if cycle.response_started or cycle.scope["http_version"] != "1.1" or cycle.scope["method"] == "HEAD":
             return
         scope = _scope_facts(cast("Scope", cycle.scope))
-        data = _packed({"scope": scope, "closes": not cycle.keep_alive, **facts})
+        data = pack({"scope": scope, "closes": not cycle.keep_alive, **facts})
         self.slot = slot = self._connection.begin(data, num_counters)
         if slot is not None:
             self.count = slot.count
@@ -195,7 +188,7 @@ class AnswerKeep:
 
     def add(self, facts: Mapping[str, Any]) -> None:
         """Add to the record of an answer that has sent nothing yet."""
-        if self.slot is not None and not self.slot.add(_packed(facts)):
+        if self.slot is not None and not self.slot.add(pack(facts)):
             self.give_up("large_record")
 
     def give_up(self, reason: str) -> None:

@@ -86,7 +86,7 @@ class Keep:
     def watch_holder(self) -> None:
         """Learn when the holder ends. Log a warning if there is none."""
         if not self._holder:
-            logger.warning("no holder of the connections could start, so open answers end with this gateway")
+            logger.warning("no process gateway-holder could start, so open answers end with this gateway")
             return
         try:
             ended = os.pidfd_open(self._holder)
@@ -101,7 +101,9 @@ class Keep:
             os.waitpid(self._holder, os.WNOHANG)
         self._holder = 0
         self.slots.connections.forget_all()
-        logger.error("the holder of the connections has ended, so open answers end with this gateway")
+        logger.error(
+            "the holder of the connections has ended (process gateway-holder), so open answers end with this gateway"
+        )
 
     def _read(self) -> None:
         control = self._control

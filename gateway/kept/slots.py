@@ -106,7 +106,7 @@ class Stage:
     __slots__ = ("at", "counts_at", "memory", "word", "words")
 
     def __init__(self, memory: mmap.mmap) -> None:
-        count = len(memory) // (SLOT_BYTES + _COUNTS_BYTES)
+        count = len(memory) // (SLOT_BYTES + _COUNTS_BYTES + _WORD_BYTES)
         self.memory = memory
         self.counts_at = count * SLOT_BYTES
         self.word = (self.counts_at + count * _COUNTS_BYTES) // _WORD_BYTES

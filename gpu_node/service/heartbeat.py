@@ -239,7 +239,6 @@ class Heartbeat:
     def leave_out_lookups(self, before: EngineStats, after: EngineStats) -> None:
         """Leave what was looked up in the prefix cache between these moments out of its hit rate: not by jobs."""
         self._hits.leave_out(_lookups(before), _lookups(after))
-        self._before_measuring = None
 
     async def run(self) -> None:
         """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead.

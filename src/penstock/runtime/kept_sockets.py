@@ -124,15 +124,6 @@ def counts_of(connection: int) -> TcpCounts | None:
     return TcpCounts(sent - again + unsent, received - unread - has_ended)
 
 
-def shut_down(connection: int) -> None:
-    """End a connection in both directions: closing its descriptor does not while the keeper has a duplicate."""
-    try:
-        with _Borrowed(connection) as borrowed:
-            borrowed.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # The peer has ended it.
-
-
 class _Borrowed(socket.socket):
     """A descriptor of another object as a socket; it stays open."""
 

@@ -115,6 +115,13 @@ def sent(control: socket.socket) -> dict[int, socket.socket]:
     return found
 
 
+def check_goes_on(kept: socket.socket, client: socket.socket) -> None:
+    """Check that bytes reach the client, and close the connection."""
+    kept.sendall(b"goes on")
+    assert client.recv(20) == b"goes on"
+    kept.close()
+
+
 def test_connections_with_a_slot_outlive_a_kill_and_all_others_end() -> None:
     with started() as (gateway, control, slots):
         kept, plain, left = gateway.client(7), gateway.client(-1), gateway.client(9)
@@ -122,11 +129,9 @@ def test_connections_with_a_slot_outlive_a_kill_and_all_others_end() -> None:
         gateway.kill()
         found = sent(control)
         assert list(found) == [7]
-        found[7].sendall(b"goes on")
-        assert kept.recv(20) == b"goes on"
         assert plain.recv(1) == b"" and left.recv(1) == b""
         assert ConnectionTable(mapped(slots, NUM_SLOTS), NUM_SLOTS).found() == {}
-        found[7].close()
+        check_goes_on(found[7], kept)
         assert kept.recv(1) == b""
 
 
@@ -143,9 +148,7 @@ def test_a_gateway_that_exits_by_itself_leaves_its_connections() -> None:
         client = gateway.client(0)
         gateway.told("exit", 0)
         found = sent(control)
-        found[0].sendall(b"goes on")
-        assert client.recv(20) == b"goes on"
-        found[0].close()
+        check_goes_on(found[0], client)
 
 
 def test_signals_to_the_group_of_the_gateway_do_not_reach_its_holder() -> None:
@@ -155,9 +158,7 @@ def test_signals_to_the_group_of_the_gateway_do_not_reach_its_holder() -> None:
             os.kill(gateway.holder, number)
         os.killpg(gateway.process.pid, signal.SIGKILL)
         found = sent(control)
-        found[5].sendall(b"goes on")
-        assert client.recv(20) == b"goes on"
-        found[5].close()
+        check_goes_on(found[5], client)
 
 
 def test_more_connections_arrive_than_the_socket_to_the_keeper_has_room_for() -> None:
@@ -195,5 +196,6 @@ def test_a_holder_ends_with_its_gateway_and_is_small() -> None:
 
 def test_a_process_without_a_keeper_has_no_holder() -> None:
     code = "from penstock.gateway.kept.holder import start_holder; start_holder()"
-    result = subprocess.run([sys.executable, "-c", code], timeout=60)
-    assert result.returncode == 0
+    code += "; print(open('/proc/thread-self/children').read())"
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.PIPE, text=True)
+    assert result.returncode == 0 and result.stdout.strip() == ""
