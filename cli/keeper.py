@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import NoReturn, Self
 
 from penstock import __version__
+from penstock.cli.child_logs import log_variables, relay_of
 from penstock.cli.keeper_upgrade import HandedKeeper, become, own_command, slot_version_of
 from penstock.cli.processes import (
     BackOff,
@@ -33,8 +34,6 @@ from penstock.cli.processes import (
     Say,
     Supervisor,
     keep_child,
-    log_variables,
-    relay_of,
     run_until_stopped,
 )
 from penstock.contract.errors import ConfigError

@@ -11,72 +11,21 @@ import asyncio
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
+from penstock.cli.child_logs import LogSink, end_in_words, lines_of, status_in_words
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.runtime.logging import END_EVENT, LogSettings, has_color
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
-from penstock.runtime.terminal import only_colors
-
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_COLORS = re.compile(r"\x1b\[\d*m")
-_LINE_FOR_PEOPLE = re.compile(rf"\d\d:\d\d:\d\d ({'|'.join(_LEVELS)}) +(.*)")
-"""An event in a log for people (`ConsoleFormatter`)."""
-
-
-def end_in_words(status: int | None, tail: Iterable[str]) -> str:
-    """Describe an exit status, and the reason that the last lines of the log give.
-
-    After a kill, only a line of the level ERROR counts as the reason, such as a guard's: the process itself had no time
-    to write why it ended.
-    """
-    words = status_in_words(status)
-    reason = reason_in(tail, least="ERROR" if signal.SIGKILL.name in words else "WARNING")
-    return f"{words}: {reason}" if reason else words
-
-
-def status_in_words(status: int | None) -> str:
-    """Describe an exit status and the signal behind it. Guards and shells report a signal as 128 plus its number."""
-    number = 0 if status is None else -status if status < 0 else status - 128
-    if number not in set(signal.Signals):
-        return f"status {status}"
-    hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
-    return f"status {128 + number} ({signal.Signals(number).name}{hint})"
-
-
-def reason_in(tail: Iterable[str], *, least: Literal["WARNING", "ERROR"] = "WARNING") -> str:
-    """Return the reason from the end of a log: its last line, if that is an event of at least the level `least`.
-
-    A line that is no event, such as a command's error, counts as a warning.
-    """
-    last = next((line for line in reversed([*tail]) if line.strip()), "")
-    level, text = _end_event_in(last) or ("WARNING", last.strip().removeprefix("penstock: "))
-    return text if _LEVELS.index(level) >= _LEVELS.index(least) else ""
-
-
-def _end_event_in(line: str) -> tuple[str, str] | None:
-    """Return the level and the text of an event in either format of the log."""
-    if match := _LINE_FOR_PEOPLE.fullmatch(_COLORS.sub("", line)):
-        return match[1], match[2]
-    try:
-        record = json.loads(line)
-        level = _LEVELS[_LEVELS.index(record["level"])]
-    except (ValueError, TypeError, KeyError):
-        return None
-    told = [str(record[name]) for name in ("message", "reason") if name in record]
-    return level, ": ".join(told[1:] if told[0] == END_EVENT and told[1:] else told)
-
 
 _log = logging.getLogger(__package__)
 NODE_DRAIN_S = 20.0
@@ -86,14 +35,11 @@ _DRAIN_MARGIN_S = 10.0
 """Seconds that a child has after its drain, to give jobs back and to end."""
 NODE_HURRY_S = 5.0
 _GUARD_MARGIN_S = 5.0
-_MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 20
 _PENSTOCK = (sys.executable, "-m", "penstock")
 
 T = TypeVar("T")
 Event = dict[str, Any]
-LogSink = Callable[[str, str], None]
-"""Takes a child's name and one line of its log."""
 
 
 class ProcessDiedError(PenstockError):
@@ -132,10 +78,14 @@ class ChildCommand:
 class Child:
     """One child process."""
 
-    def __init__(self, command: ChildCommand, process: asyncio.subprocess.Process, sink: LogSink) -> None:
+    def __init__(
+        self, command: ChildCommand, process: asyncio.subprocess.Process, pipes: Sequence[int], sink: LogSink
+    ) -> None:
+        """`pipes`: descriptors, which it closes, where the child's output is read."""
         self.name = command.name
         self._command = command
         self._process = process
+        self._pipes = pipes
         self._sink = sink
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._ready: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
@@ -208,38 +158,44 @@ class Child:
             await asyncio.wait((self.task,))
 
     async def _watch(self) -> None:
-        async with asyncio.TaskGroup() as relays:
-            for stream in (self._process.stdout, self._process.stderr):
-                if stream is not None:
-                    relays.create_task(self._relay(stream))
+        try:
+            async with asyncio.TaskGroup() as relays:
+                for pipe in self._pipes:
+                    relays.create_task(self._relay(pipe))
+        finally:
+            for pipe in self._pipes:
+                os.close(pipe)
         await self._process.wait()
 
-    async def _relay(self, stream: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:
-                # The line exceeds the limit. Drop it and continue with the next one.
-                continue
-            if not line:
-                return
-            try:
-                self._take_line(line.decode(errors="replace").rstrip())
-            except OSError:
-                # The log cannot be written, as on a full disk. The child runs on, so its pipe must be read on.
-                continue
-            except Exception:
-                _log.exception("process.line_failed", extra={"part": self.name})
+    async def _relay(self, pipe: int) -> None:
+        async for lines in lines_of(pipe):
+            told = [line for line in lines if not self._is_event(line)]
+            self._tail += told
+            if told:
+                with self._noting_failures():
+                    self._sink(self.name, told)
 
-    def _take_line(self, line: str) -> None:
+    def _is_event(self, line: str) -> bool:
+        """Take an event. Return whether the line is one."""
         event = _event_in(line)
         if event is None:
-            self._tail.append(line)
-            self._sink(self.name, line)
-        elif event["event"] == "ready" and not self._ready.done():
+            return False
+        if event["event"] == "ready" and not self._ready.done():
             self._ready.set_result(event)
         elif self._command.on_progress is not None:
-            self._command.on_progress(event)
+            with self._noting_failures():
+                self._command.on_progress(event)
+        return True
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Log what taking a line raises. The child runs on, so its pipe must be read on."""
+        try:
+            yield
+        except OSError:
+            pass  # The log cannot be written, as on a full disk.
+        except Exception:
+            _log.exception("process.line_failed", extra={"part": self.name})
 
     def _log_tail(self) -> str:
         return "".join(f"\n  {line}" for line in self._tail)
@@ -293,17 +249,19 @@ class Supervisor:
 
     async def start(self, command: ChildCommand) -> Child:
         """Start a child and return it without waiting until it is ready."""
-        process = await asyncio.create_subprocess_exec(
-            *guarded([*command.argv], grace_s=command.grace_s, cpus=command.cpus, descriptors=command.descriptors),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **self._env, **command.env},
-            limit=_MAX_LINE_BYTES,
-            pass_fds=command.descriptors,
-            start_new_session=True,
-        )
-        child = Child(command, process, self._sink)
+        with ExitStack() as after, ExitStack() as unless_started:
+            reads, writes = zip(*(_pipe(unless_started, after) for _ in range(2)), strict=True)
+            process = await asyncio.create_subprocess_exec(
+                *guarded([*command.argv], grace_s=command.grace_s, cpus=command.cpus, descriptors=command.descriptors),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=writes[0],
+                stderr=writes[1],
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **self._env, **command.env},
+                pass_fds=command.descriptors,
+                start_new_session=True,
+            )
+            unless_started.pop_all()
+        child = Child(command, process, reads, self._sink)
         self._children.append(child)
         return child
 
@@ -332,6 +290,15 @@ class Supervisor:
             task.cancel()
             watch.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
+    """Return a pipe whose ends these stacks close. Reading it does not block."""
+    read, write = os.pipe()
+    reads.callback(os.close, read)
+    writes.callback(os.close, write)
+    os.set_blocking(read, False)
+    return read, write
 
 
 # --- restarts: each waits for a growing pause and logs why the child ended
@@ -400,44 +367,7 @@ async def first_ready(children: Sequence[Child]) -> Event:
             task.cancel()
 
 
-# --- the logs of children, and the end of the command
-
-
-_ERROR = "penstock: "
-"""What begins the line with which a command ends."""
-_END, _TRACEBACK = f'"message": "{END_EVENT}"', '"exc_info"'
-"""The same in JSON, and what a line with a traceback has."""
-
-
-def relay_of(logs: LogSettings) -> LogSink:
-    """Return what writes a child's log line to stderr: after the child's name for people, as JSON for programs."""
-    is_json = logs.format_for(sys.stderr) == "json"
-
-    def relay(name: str, line: str) -> None:
-        if line.startswith(_ERROR) or (_END in line and _TRACEBACK not in line):
-            return  # This command says it, when the child has ended.
-        if not is_json:
-            print(f"{log_prefix(name)}{only_colors(line)}", file=sys.stderr, flush=True)  # noqa: T201
-        elif line.startswith('{"'):
-            # The first field says whose event it is. Nothing is parsed, because each job of a node has a line.
-            print(f'{{"part": "{name}", {line[1:]}', file=sys.stderr, flush=True)  # noqa: T201
-        else:
-            _log.info("output", extra={"part": name, "line": line})
-
-    return relay
-
-
-def log_prefix(name: str) -> str:
-    """Return what begins a process's lines for people."""
-    return f"{name:8}| "
-
-
-def log_variables(logs: LogSettings) -> dict[str, str]:
-    """Return the environment variables by which the children log as this process does."""
-    log_format = logs.format_for(sys.stderr)
-    variables = {"PENSTOCK_LOG_LEVEL": logs.log_level, "PENSTOCK_LOG_FORMAT": log_format}
-    # The children write to a pipe, so they cannot see the terminal.
-    return variables | ({"FORCE_COLOR": "1"} if log_format == "console" and has_color(sys.stderr) else {})
+# --- the end of the command
 
 
 def run_until_stopped(work: Coroutine[Any, Any, None], *, status: int | None = None) -> None:
@@ -487,10 +417,10 @@ def _redis_variable(redis_url: str) -> dict[str, str]:
 
 
 def _event_in(line: str) -> Event | None:
-    if not line.startswith("{"):
+    if not line.startswith('{"event"'):
         return None
     try:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event if isinstance(event, dict) else None

@@ -10,16 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cli.processes import (
-    ChildCommand,
-    Event,
-    Supervisor,
-    first_ready,
-    keep_child,
-    log_variables,
-    relay_of,
-    run_until_stopped,
-)
+from penstock.cli.child_logs import log_variables, relay_of
+from penstock.cli.processes import ChildCommand, Event, Supervisor, first_ready, keep_child, run_until_stopped
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.gpus import VISIBLE, GpuDevice, devices_here, gpu_problems, this_machine
 from penstock.gpu_node.settings import DEFAULT_KV_CACHE_GIB, MAX_REPLICAS, NodeSettings, replica_name

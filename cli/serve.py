@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from penstock.cli.child_logs import end_in_words, log_prefix, log_variables, relay_of
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
 from penstock.cli.keeper import ConnectionKeeper, keep_gateway, on_hangup, start_gateway
 from penstock.cli.loading_progress import LoadingProgress
@@ -33,14 +34,10 @@ from penstock.cli.processes import (
     ProcessDiedError,
     Say,
     Supervisor,
-    end_in_words,
     first_ready,
     gateway_command,
     keep_child,
-    log_prefix,
-    log_variables,
     node_command,
-    relay_of,
     run_until_stopped,
 )
 from penstock.cli.replicas import replica_commands

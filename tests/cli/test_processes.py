@@ -9,23 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from penstock.cli import processes
-from penstock.cli.processes import (
-    BackOff,
-    Child,
-    ChildCommand,
-    Event,
-    ProcessDiedError,
-    Supervisor,
-    keep_child,
-    reason_in,
-    relay_of,
-)
+from penstock.cli import child_logs, processes
+from penstock.cli.child_logs import reason_in, relay_of
+from penstock.cli.processes import BackOff, Child, ChildCommand, Event, ProcessDiedError, Supervisor, keep_child
 from penstock.runtime.logging import ConsoleFormatter, LogSettings
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
@@ -59,7 +51,7 @@ def command(
     return ChildCommand(name, (sys.executable, "-c", code), {}, grace_s, on_progress)
 
 
-def quiet(_name: str, _line: str) -> None:
+def quiet(_name: str, _lines: Sequence[str]) -> None:
     pass
 
 
@@ -79,8 +71,8 @@ def wait_until_dead(pids: list[int], timeout_s: float = 60) -> None:
 
 
 async def test_ready_event_is_returned_and_logs_go_to_the_sink() -> None:
-    lines = []
-    async with Supervisor(lambda name, line: lines.append((name, line))) as supervisor:
+    lines = list[tuple[str, str]]()
+    async with Supervisor(lambda name, some: lines.extend((name, line) for line in some)) as supervisor:
         child = await supervisor.start(command("print('hello', flush=True)\n" + READY + SLEEP))
         assert (await child.ready(timeout_s=60))["pool"] == "p"
     assert ("child", "hello") in lines
@@ -144,9 +136,9 @@ async def test_work_that_finishes_gives_its_result() -> None:
 
 
 async def test_children_end_in_reverse_order() -> None:
-    order = []
+    order = list[tuple[str, str]]()
     tell = "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(0.1), print('bye'), sys.exit()))\n"
-    async with Supervisor(lambda name, line: order.append((name, line))) as supervisor:
+    async with Supervisor(lambda name, some: order.extend((name, line) for line in some)) as supervisor:
         for name in ("first", "second", "third"):
             child = await supervisor.start(command(tell + READY + SLEEP, name=name))
             await child.ready(timeout_s=60)
@@ -168,9 +160,30 @@ async def test_overlong_log_line_is_dropped_and_later_lines_are_read() -> None:
         await child.ready(timeout_s=60)
 
 
+@pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
+async def test_lines_are_read_whole_however_they_arrive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_logs, "GATHER_S", 0.0)
+    monkeypatch.setattr(child_logs, "_MAX_LINE_BYTES", 10_000)
+    written = ["", "one", "é" * 2000, "x" * 20_000, "", "after it", "\x1b[1mbold", "y" * 9_000, "no end of line"]
+    text, (read, write) = "\n".join(written).encode(), os.pipe()
+    os.set_blocking(read, False)
+
+    def write_all() -> None:
+        with open(write, "wb", buffering=0) as pipe:
+            for at in range(0, len(text), size):
+                pipe.write(text[at : at + size])
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write_all)
+        lines = [line async for some in child_logs.lines_of(read) for line in some]
+        writing.result()
+    os.close(read)
+    assert [line for line in lines if len(line) < 20_000] == [line for line in written if len(line) < 20_000]
+
+
 async def test_line_that_resembles_an_event_is_a_log_line() -> None:
-    lines = []
-    async with Supervisor(lambda _, line: lines.append(line)) as supervisor:
+    lines = list[str]()
+    async with Supervisor(lambda _, some: lines.extend(some)) as supervisor:
         child = await supervisor.start(command("""print('{"event": torn')\nprint('{"other": 1}')\n""" + READY + SLEEP))
         await child.ready(timeout_s=60)
     assert lines == ['{"event": torn', '{"other": 1}']
@@ -222,7 +235,7 @@ async def test_part_that_ends_is_restarted_after_growing_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, told: str
 ) -> None:
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.05)
-    path, said = tmp_path / "runs", []
+    path, said = tmp_path / "runs", list[str]()
     part = command(FAILING.format(path=str(path), dies=dies), name="node")
     async with Supervisor(quiet) as supervisor:
         child = await supervisor.start(part)
@@ -392,7 +405,6 @@ def test_a_json_line_that_tells_the_end_is_the_reason_and_is_told_once(capsys: p
     )
     assert (reason_in([end]), reason_in([crash])) == ("no model", "E: x")
     relay = relay_of(LogSettings.load(log_format="json"))
-    for line in (end, crash):
-        relay("node-1", line)
+    relay("node-1", [end, crash])
     (said,) = capsys.readouterr().err.splitlines()
     assert "Traceback" in said and '"part": "node-1"' in said
