@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -238,8 +239,8 @@ class ConnectionKeeper:
             control.close()
 
 
-STEADY_S = 3.0
-"""Seconds that a gateway must run for its next restart to come at once again: connections wait for it."""
+STEADY_S = 1.0
+"""Seconds that a gateway must serve for its next restart to come at once again: connections wait for it."""
 
 
 async def start_gateway(supervisor: Supervisor, command: ChildCommand, keeper: ConnectionKeeper | None) -> Child:
@@ -257,22 +258,23 @@ async def keep_gateway(
     """Restart a gateway whenever it ends. With a keeper, its connections go over to the next one."""
     if keeper is None:
         await keep_child(supervisor, child, command, say)
-    back_off, started_s = BackOff(first_pause_s=0.0, steady_s=STEADY_S), time.monotonic()
+    back_off, serves_s = BackOff(first_pause_s=0.0, steady_s=STEADY_S), time.monotonic()
     while True:
         await child.ended()
         keeper.gateway_ended()
         if keeper.next_command:
             keeper.hand_over()
         is_planned, keeper.is_leaving = keeper.is_leaving, False
-        pause_s = 0.0 if is_planned else back_off.pause_s(time.monotonic() - started_s)
+        pause_s = 0.0 if is_planned else back_off.pause_s(time.monotonic() - serves_s)
         how = f"it starts again {f'in {pause_s:g} s' if pause_s else 'at once'}"
         say(f"{child.why_it_ended()}; {how}, and {keeper.num_kept} connections wait for it")
         await asyncio.sleep(pause_s)
-        started_s = time.monotonic()
+        serves_s = math.inf
         try:
             child = await supervisor.replace(child, keeper.command_of(command))
             keeper.gateway_started()
             await child.ready()
+            serves_s = time.monotonic()
         except ProcessDiedError:
             continue
         except OSError as error:

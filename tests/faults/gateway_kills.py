@@ -23,11 +23,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anthropic
 import httpx
@@ -42,7 +42,10 @@ from faults.tools.report import Measurement, record
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
 STEP_S = 0.02
+RELOAD_S = 4.0
+"""Seconds after SIGHUP in which a gateway stops."""
 KILLS = Client("kills", "openai and @anthropic-ai/sdk (Node)", "kills.mjs", "answers while gateways are killed")
+STOPPED = "this gateway was stopped before the request was in the queue"
 NOTHING = 52
 """curl's status for a connection that was closed without a byte."""
 
@@ -114,6 +117,38 @@ class KeptGateway:
             pipe.close()
 
 
+class Silence(NamedTuple):
+    """A time in which a reader got no byte. Before the first byte of a whole answer, its job is computed as well."""
+
+    began_s: float
+    ended_s: float
+    is_whole: bool
+
+
+def pauses_of(silences: Iterable[Silence], ends_s: Sequence[float]) -> list[float]:
+    """Return the seconds from the first of these ends of a gateway that falls into a silence to the silence's end."""
+    found = [
+        silence.ended_s - first_s
+        for silence in silences
+        if (first_s := min((end_s for end_s in ends_s if silence.began_s <= end_s <= silence.ended_s), default=None))
+    ]
+    return sorted(found)
+
+
+def pauses_by_reloads(silences: Iterable[Silence], asked_s: Sequence[float]) -> list[float]:
+    """Return the lengths of the silences that began after SIGHUP. The gateway serves on until all bodies are read."""
+    return sorted(
+        one.ended_s - one.began_s for one in silences if any(0 <= one.began_s - at_s < RELOAD_S for at_s in asked_s)
+    )
+
+
+def p50_and_p99(pauses: Sequence[float]) -> str:
+    """Return these two quantiles of sorted seconds as a table shows them."""
+    if not pauses:
+        return "-"
+    return f"{statistics.median(pauses):.2f}, {pauses[int(0.99 * (len(pauses) - 1))]:.2f}"
+
+
 class Campaign:
     """Callers who ask without end, and what became of their answers."""
 
@@ -124,14 +159,15 @@ class Campaign:
         self.counts = Counter[str]()
         self.num_jobs = self.num_closed = self.num_refused = 0
         self.violations: list[str] = []
-        self.gaps: list[tuple[float, float]] = []
+        self.silences: list[Silence] = []
         self._lock = threading.Lock()
 
     def _note(self, case: Case, reader: str, body: bytes, gaps: list[tuple[float, float]]) -> None:
         with self._lock:
             self.counts[f"{case.name} / {reader}"] += 1
             self.num_jobs += case.num_jobs
-            self.gaps += gaps
+            is_whole = not case.body.get("stream")
+            self.silences += [Silence(at_s - length_s, at_s, is_whole) for at_s, length_s in gaps]
             try:
                 is_same = same(case, body, self._expected[case.name])
             except (BrokenAnswerError, ValueError) as error:
@@ -152,7 +188,9 @@ class Campaign:
 
     def _is_refusal(self, body: bytes) -> bool:
         """Return whether an answer says that the gateway ended before the request was a job, and count it."""
-        is_one = body.startswith(b"{") and json.loads(body).get("error", {}).get("code") == "gateway_stopped"
+        error = json.loads(body).get("error", {}) if body.startswith(b"{") else {}
+        # Errors of /v1/messages have no code.
+        is_one = error.get("code") == "gateway_stopped" or error.get("message", "").startswith(STOPPED)
         with self._lock:
             self.num_refused += is_one
         return is_one
@@ -294,17 +332,22 @@ class Ends:
         self._gateway, self._reloads, self._releases = gateway, reloads, releases
         self.versions = list[str]()
         """Releases to which it has switched."""
-        self.ended_s = list[float]()
+        self.killed_s, self.reloaded_s = list[float](), list[float]()
+
+    @property
+    def number(self) -> int:
+        """How many have ended."""
+        return len(self.killed_s) + len(self.reloaded_s)
 
     def next(self) -> None:
         """End the gateway, and wait for the next one."""
-        number = len(self.ended_s)
+        number = self.number
         if self._releases is not None:
             self.versions.append(self._releases.switch())
         if self._reloads or number % 10 == 9:
-            self.ended_s.append(self._gateway.reload())
+            self.reloaded_s.append(self._gateway.reload())
         else:
-            self.ended_s.append(self._gateway.kill(guard=number % 5 == 4))
+            self.killed_s.append(self._gateway.kill(guard=number % 5 == 4))
         self._gateway.wait_until_it_serves_again()
 
 
@@ -344,7 +387,7 @@ def run(
             for thread in threads:
                 thread.start()
             until_s = time.monotonic() + 60 * minutes
-            while len(ends.ended_s) < kills and time.monotonic() < until_s:
+            while ends.number < kills and time.monotonic() < until_s:
                 time.sleep(random.uniform(0.5, 1.5 if fast else 4.0))
                 ends.next()
             campaign.stops.set()
@@ -359,10 +402,13 @@ def run(
             gateway.close()
             stack.close()
     shutil.rmtree(folder, ignore_errors=True)
-    pauses = sorted(length for at_s, length in campaign.gaps if any(0 <= at_s - one < 30 for one in ends.ended_s))
+    streams = [one for one in campaign.silences if not one.is_whole]
+    whole = [one for one in campaign.silences if one.is_whole]
+    pauses = pauses_of(streams, ends.killed_s)
     unkept = re.findall(r'penstock_http_unkept_answers_total\{reason="(\w+)"\} (\S+)', metrics)
     return {
-        "kills": len(ends.ended_s),
+        "ends": ends.number,
+        "kills": len(ends.killed_s),
         "switched_to": ends.versions,
         "served_again": versions_in(gateway.log),
         "answers": sum(campaign.counts.values()),
@@ -373,8 +419,9 @@ def run(
         "refused_without_a_job": campaign.num_refused,
         "violations": campaign.violations,
         "pauses": len(pauses),
-        "pause_p50_s": round(statistics.median(pauses), 2) if pauses else None,
-        "pause_p99_s": round(pauses[int(0.99 * (len(pauses) - 1))], 2) if pauses else None,
+        "pause_s": p50_and_p99(pauses),
+        "pause_of_whole_answers_s": p50_and_p99(pauses_of(whole, ends.killed_s)),
+        "pause_by_sighup_s": p50_and_p99(pauses_by_reloads(streams, ends.reloaded_s)),
         "descriptors_of_keeper_and_gateway": descriptors,
         "unkept": unkept,
         "log": gateway.log,
@@ -384,12 +431,14 @@ def run(
 def note(row: str, found: Mapping[str, Any]) -> None:
     """Record what a campaign found."""
     measured: dict[str, Measurement] = {
-        "ends of a gateway": found["kills"],
+        "ends of a gateway, kills among them": f"{found['ends']}, {found['kills']}",
         "answers, each complete and equal": found["answers"],
         "jobs, and those that the answers needed": f"{found['jobs']}, {found['requests_jobs']}",
         "closed without a byte and a job": found["closed_without_a_byte_and_a_job"],
         "refused without a job": found["refused_without_a_job"],
-        "pause p50, p99 (s)": f"{found['pause_p50_s']}, {found['pause_p99_s']}",
+        "streams: from a kill to the next byte, p50, p99 (s)": found["pause_s"],
+        "whole answers: to the first byte": found["pause_of_whole_answers_s"],
+        "streams, by SIGHUP": found["pause_by_sighup_s"],
     }
     record("Gateways with a keeper", row, measured)
 
