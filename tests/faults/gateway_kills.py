@@ -187,7 +187,10 @@ class Campaign:
             self.violations.append(f"{case.name} / {reader}: {error!r}")
 
     def _is_refusal(self, body: bytes) -> bool:
-        """Return whether an answer says that the gateway ended before the request was a job, and count it."""
+        """Return whether an answer says that the gateway ended before the request was a job, and count it.
+
+        If it has two jobs and one of them was in the queue, that one is canceled.
+        """
         error = json.loads(body).get("error", {}) if body.startswith(b"{") else {}
         # Errors of /v1/messages have no code.
         is_one = error.get("code") == "gateway_stopped" or error.get("message", "").startswith(STOPPED)
@@ -313,15 +316,20 @@ def undisturbed(gateway: KeptGateway) -> dict[str, bytes]:
     return found
 
 
-def num_jobs_of(url: str) -> int:
-    """Return how many jobs the queue has, with their ends."""
-    found, after = set[str](), ""
+def states_of_jobs(url: str) -> Counter[str]:
+    """Return how many jobs the queue has in each state, ended ones too."""
+    found, after = dict[str, str](), ""
     while True:
         page = httpx.get(f"{url}/v1/jobs?limit=100{after}", timeout=60).json()
-        found |= {job["id"] for job in page["data"]}
+        found |= {job["id"]: job["state"] for job in page["data"]}
         if not page["has_more"]:
-            return len(found)
+            return Counter(found.values())
         after = f"&after={page['next']}"
+
+
+def num_jobs_of(url: str) -> int:
+    """Return how many jobs the queue has, with their ends."""
+    return states_of_jobs(url).total()
 
 
 class Ends:
@@ -394,7 +402,8 @@ def run(
             for thread in threads:
                 thread.join()
             time.sleep(1)
-            jobs = num_jobs_of(gateway.url) - jobs_before
+            states = states_of_jobs(gateway.url)
+            jobs = states.total() - states["cancelled"] - jobs_before
             metrics = httpx.get(f"{gateway.url}/metrics", timeout=60).text
             time.sleep(1)
             descriptors = [len(os.listdir(f"/proc/{pid}/fd")) for pid in (gateway.process.pid, gateway.pids()[1])]
@@ -416,7 +425,8 @@ def run(
         "jobs": jobs,
         "requests_jobs": campaign.num_jobs,
         "closed_without_a_byte_and_a_job": campaign.num_closed,
-        "refused_without_a_job": campaign.num_refused,
+        "refused": campaign.num_refused,
+        "jobs_cancelled": states["cancelled"],
         "violations": campaign.violations,
         "pauses": len(pauses),
         "pause_s": p50_and_p99(pauses),
@@ -435,7 +445,7 @@ def note(row: str, found: Mapping[str, Any]) -> None:
         "answers, each complete and equal": found["answers"],
         "jobs, and those that the answers needed": f"{found['jobs']}, {found['requests_jobs']}",
         "closed without a byte and a job": found["closed_without_a_byte_and_a_job"],
-        "refused without a job": found["refused_without_a_job"],
+        "refused": found["refused"],
         "streams: from a kill to the next byte, p50, p99 (s)": found["pause_s"],
         "whole answers: to the first byte": found["pause_of_whole_answers_s"],
         "streams, by SIGHUP": found["pause_by_sighup_s"],
@@ -463,6 +473,8 @@ def main() -> None:
         given.log.write_text("\n".join(log))
     print(json.dumps(found, indent=2))
     is_switched = not given.upgrades or found["switched_to"] == found["served_again"]
+    if found["jobs_cancelled"] > found["refused"]:
+        found["violations"].append("more jobs were canceled than requests refused")
     if found["violations"] or found["jobs"] != found["requests_jobs"] or not is_switched:
         sys.exit("violated")
     if given.record:
