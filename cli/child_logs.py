@@ -17,11 +17,11 @@ from penstock.runtime.terminal import only_colors
 
 LogSink = Callable[[str, Sequence[str]], None]
 """Takes a child's name and the next lines of its log."""
-GATHER_S = 0.02
+GATHER_S = 0.05
 """Seconds for which lines are gathered before they are read. A gateway writes a line for each request."""
 _MAX_LINE_BYTES = 1 << 20
-_READ_BYTES = 1 << 16
-"""What a pipe holds."""
+PIPE_BYTES = 1 << 20
+"""What the pipe of a child should hold: a child that fills it waits."""
 _log = logging.getLogger(__package__)
 
 
@@ -37,7 +37,7 @@ async def lines_of(pipe: int) -> AsyncIterator[list[str]]:
     while True:
         await _until_readable(pipe)
         try:
-            data = os.read(pipe, _READ_BYTES)
+            data = os.read(pipe, PIPE_BYTES)
         except BlockingIOError:
             continue
         *ended, rest = (rest + data).split(b"\n")
@@ -52,7 +52,7 @@ async def lines_of(pipe: int) -> AsyncIterator[list[str]]:
             yield [line.decode(errors="replace").rstrip() for line in ended]
         if not data:
             return
-        if len(data) < _READ_BYTES // 2:
+        if len(data) < PIPE_BYTES // 64:
             await asyncio.sleep(GATHER_S)
 
 

@@ -8,6 +8,7 @@ controls the order of the shutdown, and the child ends even if the command is ki
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from penstock.cli.child_logs import LogSink, end_in_words, lines_of, status_in_words
+from penstock.cli.child_logs import PIPE_BYTES, LogSink, end_in_words, lines_of, status_in_words
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
@@ -298,6 +299,9 @@ def _pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
     reads.callback(os.close, read)
     writes.callback(os.close, write)
     os.set_blocking(read, False)
+    if sys.platform == "linux":
+        with suppress(OSError):  # This user has many large pipes.
+            fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return read, write
 
 

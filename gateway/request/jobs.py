@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,19 +94,7 @@ async def open_jobs(
                 keeping.begin(generation, [generation.cut_at.job_id])
             jobs.append(await _attached(client, generation, generation.cut_at.job_id))
         else:
-            submissions = await _submissions(client, generation)
-            if keeping is not None:
-                submissions = await _named(client, generation, submissions)
-                names_of_jobs = [options.get("job_id") or "" for _, _, options in submissions]
-                if all(names_of_jobs):
-                    keeping.begin(generation, names_of_jobs)
-            for number, prompt, options in submissions:
-                with naming_prompt(body, number):
-                    jobs.append(await client.submit(prompt, **options))
-                del prompt
-            if keeping is not None:
-                keeping.note_jobs(names_of_jobs, jobs)
-            del submissions
+            await _submit_all(client, generation, await _submissions(client, generation), keeping, jobs)
         line_of_request().note_jobs([job.id for job in jobs])
         del body, generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
         yield jobs
@@ -120,6 +108,34 @@ async def open_jobs(
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await try_all([job.detach if is_shared or may_resume else job.cancel for job in jobs])
         raise
+
+
+async def _submit_all(
+    client: AsyncClient,
+    generation: GenerationRequest,
+    submissions: Sequence[tuple[int, Prompt, SubmitOptions]],
+    keeping: Keeping | None,
+    jobs: list[AsyncJob],
+) -> None:
+    """Submit the jobs of a request, and add their handles to `jobs`. With `keeping`, note them before."""
+    begun = list[str]()
+
+    def begin(*job_ids: str) -> None:
+        if keeping is not None and all(job_ids):
+            keeping.begin(generation, job_ids)
+            begun.extend(job_ids)
+
+    is_only = len(submissions) == 1
+    if keeping is not None and not is_only:
+        # The record has the ids of all jobs, so their pools are chosen before the first one is submitted.
+        submissions = await _named(client, generation, submissions)
+        begin(*(options.get("job_id") or "" for _, _, options in submissions))
+    for number, prompt, options in submissions:
+        with naming_prompt(generation.body, number):
+            jobs.append(await client.submit_noting(prompt, options, *((begin,) if is_only else ())))
+        del prompt
+    if keeping is not None and begun:
+        keeping.note_jobs(begun, jobs)
 
 
 async def _attached(client: AsyncClient, generation: GenerationRequest, job_id: str) -> AsyncJob:
@@ -159,7 +175,7 @@ async def _attach_each(
 
 
 async def _named(
-    client: AsyncClient, generation: GenerationRequest, submissions: Iterable[tuple[int, Prompt, SubmitOptions]]
+    client: AsyncClient, generation: GenerationRequest, submissions: Sequence[tuple[int, Prompt, SubmitOptions]]
 ) -> list[tuple[int, Prompt, SubmitOptions]]:
     """Return the submissions with the ids of their jobs, which the client makes otherwise."""
     named: list[tuple[int, Prompt, SubmitOptions]] = []
@@ -183,15 +199,15 @@ async def _named(
 
 async def _submissions(
     client: AsyncClient, generation: GenerationRequest
-) -> Iterable[tuple[int, Prompt, SubmitOptions]]:
+) -> Sequence[tuple[int, Prompt, SubmitOptions]]:
     """Return the jobs of a request: the number of each one's first prompt, and the arguments of its submission."""
     body = generation.body
     if not isinstance(body.task, TextTask):
-        return ((number, prompt, generation.options_of(number)) for number, prompt in enumerate(body.prompts))
+        return [(number, prompt, generation.options_of(number)) for number, prompt in enumerate(body.prompts)]
     model = generation.options_of(0).get("model")
     record = await pool_for(client, body, model, hides_models=generation.hides_models)
     jobs = text_jobs_of(body, record)
-    return ((job.first, job.prompt, {**generation.options_of(job.first), "task": job.task}) for job in jobs)
+    return [(job.first, job.prompt, {**generation.options_of(job.first), "task": job.task}) for job in jobs]
 
 
 # Limits on the size of one answer, checked before its jobs are queued.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
@@ -23,6 +22,7 @@ from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
+from penstock.producer.client.enqueue import enqueued
 from penstock.producer.client.flows import AsyncFlow, FlowOptions
 from penstock.producer.client.job import AsyncJob, JobSource
 from penstock.producer.client.job_sets import JobSets
@@ -156,11 +156,19 @@ class AsyncClient:
         (retry after `retry_after_ms`), ConflictError (the id or key belongs to another request), UnavailableError (no
         node, or no Redis); with a durability, UnsupportedDurabilityError, NotOnDiskError or NotReplicatedError.
         """
+        if not callable(options.get("check_output")):
+            return await self.submit_noting(prompt, options)
+        asked = CheckedSubmission(prompt, options)
+        return asked.watched(await self.submit_noting(prompt, asked.options), self.submit)
+
+    async def submit_noting(
+        self, prompt: Prompt, options: SubmitOptions, note: Callable[[str], None] = lambda _: None
+    ) -> AsyncJob:
+        """Submit a job whose answer is not checked. `note` gets its id when it is admitted, before Redis has it."""
         with counted(self.stats.decisions):
-            if not callable(options.get("check_output")):
-                return await self._enqueue(await self._admitted(prompt, options))
-            asked = CheckedSubmission(prompt, options)
-            return asked.watched(await self._enqueue(await self._admitted(prompt, asked.options)), self.submit)
+            submission = await self._admitted(prompt, options)
+            note(submission.job.id)
+            return await enqueued(self.servers.of(submission.job.pool), submission, self._source)
 
     @with_options()
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
@@ -477,24 +485,3 @@ class AsyncClient:
             return JobSource(*parts, job_id, tenant or self._tenant, reads=reads)
         kept = KeptSubmission(submission, self._kept)
         return JobSource(*parts, job_id, submission.job.tenant, kept, job=submission.job, reads=reads)
-
-    async def _enqueue(self, submission: Submission) -> AsyncJob:
-        job, server = submission.job, self.servers.of(submission.job.pool)
-        inbox, feed = server.inbox, server.inbox.feed(job.id)
-        if (reads := server.reads(job.token_durability)) is not None:
-            await reads.check()
-        # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
-        box = inbox.open_box(feed, is_held=reads is not None)
-        try:
-            submitted = await server.broker.submit(submission, inbox.name)
-            server.renewal.recent.accepted(submission, submitted, inbox.feed)
-        except BaseException:
-            inbox.close_box(feed, box)
-            raise
-        if submitted.job_id != job.id:
-            inbox.close_box(feed, box)
-            known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
-            return AsyncJob(self._source(submitted.job_id, None, job.token_durability, known), inbox)
-        if submitted.existed or not submitted.pushed:
-            box.nudge()
-        return AsyncJob(self._source(job.id, None, job.token_durability, submission), inbox, first_box=box)
