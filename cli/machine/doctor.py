@@ -190,7 +190,7 @@ async def check_nodes(url: str, names: Mapping[str, str] = MappingProxyType({}))
         async with AsyncClient(url, pools={}) as client:
             pools, _ = await client.pool_stats()
             records = await client.pools()
-            events = {one.pool: one.events for one in await client.activity([pool.pool for pool in pools])}
+            events = {one.pool: one.events for one in await client.servers.activity([pool.pool for pool in pools])}
             # Events have Redis's time, which may differ from that of this machine.
             redis_s = await redis_now_ms(client.servers.directory.redis) / 1000
     except UnavailableError as error:

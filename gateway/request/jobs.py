@@ -125,14 +125,14 @@ async def _submit_all(
             keeping.begin(generation, job_ids)
             begun.extend(job_ids)
 
-    is_only = len(submissions) == 1
-    if keeping is not None and not is_only:
+    notes = (begin,) if keeping is not None and len(submissions) == 1 else ()
+    if keeping is not None and not notes:
         # The record has the ids of all jobs, so their pools are chosen before the first one is submitted.
         submissions = await _named(client, generation, submissions)
         begin(*(options.get("job_id") or "" for _, _, options in submissions))
     for number, prompt, options in submissions:
         with naming_prompt(generation.body, number):
-            jobs.append(await client.submit_noting(prompt, options, *((begin,) if is_only else ())))
+            jobs.append(await client.submit_noting(prompt, options, *notes))
         del prompt
     if keeping is not None and begun:
         keeping.note_jobs(begun, jobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Self, Unpack, cast
 
 from penstock.contract.channel import ChannelOption, checked_channel
@@ -13,7 +14,7 @@ from penstock.contract.errors import NotFoundError, PenstockError, RequestError,
 from penstock.contract.job import MEMORY, NO_RESPONSE, JobKey, JobOptions, SubmitOptions, is_job_id
 from penstock.contract.job_actions import FilterOptions, JobFilter
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
-from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats, RedisState
+from penstock.contract.pool import PoolPressure, PoolStats, RedisState
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.prompt import prompts_of
 from penstock.contract.tasks import GENERATE, Classification, Detokenized, Embedding, Ranked, Tokenized
@@ -22,7 +23,6 @@ from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client import tasks
 from penstock.producer.client.completions import CompletionFeed, as_completed, checked_tag
 from penstock.producer.client.control import DeadLetterBox, JobControl
-from penstock.producer.client.enqueue import enqueued
 from penstock.producer.client.flows import AsyncFlow, FlowOptions
 from penstock.producer.client.job import AsyncJob, JobSource
 from penstock.producer.client.job_sets import JobSets
@@ -42,7 +42,6 @@ from penstock.producer.client.webhooks import Webhooks
 from penstock.queue.broker.completions import Completion, CompletionCursor
 from penstock.queue.broker.connection import warn_of_eviction
 from penstock.queue.broker.job_lists import JobPage
-from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Submitted
 from penstock.queue.files.batch_records import BatchRecords
 from penstock.queue.files.file_records import FileRecords
@@ -168,7 +167,7 @@ class AsyncClient:
         with counted(self.stats.decisions):
             submission = await self._admitted(prompt, options)
             note(submission.job.id)
-            return await enqueued(self.servers.of(submission.job.pool), submission, self._source)
+            return await self._enqueue(submission)
 
     @with_options()
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
@@ -463,14 +462,6 @@ class AsyncClient:
         """Return the stats of all pools whose server answers, and the state of the directory's Redis."""
         return await self.servers.stats(READ_PATIENCE_S), await self.servers.directory.stats.redis_state()
 
-    async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
-        """Return what happens in these pools: their queues, nodes and newest events. Not of a server that is away."""
-        return await self.servers.activity(pools)
-
-    def responses_of(self, job_id: str) -> ResponseBroker:
-        """Return the stored responses of the server that has a job."""
-        return self.servers.of_job(job_id).responses
-
     def _handle(self, job_id: str, tenant: str | None = None, durability: Durability | None = None) -> AsyncJob:
         return AsyncJob(self._source(job_id, tenant, durability), self.servers.of_job(job_id).inbox)
 
@@ -485,3 +476,24 @@ class AsyncClient:
             return JobSource(*parts, job_id, tenant or self._tenant, reads=reads)
         kept = KeptSubmission(submission, self._kept)
         return JobSource(*parts, job_id, submission.job.tenant, kept, job=submission.job, reads=reads)
+
+    async def _enqueue(self, submission: Submission) -> AsyncJob:
+        job, server = submission.job, self.servers.of(submission.job.pool)
+        inbox, feed = server.inbox, server.inbox.feed(job.id)
+        if (reads := server.reads(job.token_durability)) is not None:
+            await reads.check()
+        # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
+        box = inbox.open_box(feed, is_held=reads is not None)
+        try:
+            submitted = await server.broker.submit(submission, inbox.name)
+            server.renewal.recent.accepted(submission, submitted, inbox.feed)
+        except BaseException:
+            inbox.close_box(feed, box)
+            raise
+        if submitted.job_id != job.id:
+            inbox.close_box(feed, box)
+            known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
+            return AsyncJob(self._source(submitted.job_id, None, job.token_durability, known), inbox)
+        if submitted.existed or not submitted.pushed:
+            box.nudge()
+        return AsyncJob(self._source(job.id, None, job.token_durability, submission), inbox, first_box=box)

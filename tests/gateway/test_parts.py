@@ -227,7 +227,7 @@ class FakeClient:
         self._error = error
         self._num_jobs = 0
 
-    async def submit(self, prompt: str, **options: object) -> FakeClient:
+    async def submit_noting(self, prompt: str, options: object) -> FakeClient:
         self._num_jobs += 1
         if self._num_jobs > 1:
             raise self._error

@@ -85,7 +85,7 @@ class HeldRecord:
         client, tenant = self._client, self._generation.tenant
         if not self.record.stored:
             with suppress(NotFoundError):
-                await client.responses_of(job.id).num_bytes(job.id, tenant)
+                await client.servers.of_job(job.id).responses.num_bytes(job.id, tenant)
                 raise _other_store("is stored, and this request has store=false")
             return
         # The other record replaces this one, whose memory the claim gives back before it grows.

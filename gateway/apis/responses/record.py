@@ -220,10 +220,10 @@ async def record_of(client: AsyncClient, claim: Claim, job_id: str, tenant: str)
     Raises NotFoundError that names the response, and UnavailableError if there is no memory for too long.
     """
     try:
-        num_bytes = (await client.responses_of(job_id).num_bytes(job_id, tenant)).record
+        num_bytes = (await client.servers.of_job(job_id).responses.num_bytes(job_id, tenant)).record
         claim.shrink_to(0)
         await claim.grow_to(decoding_bytes_to_claim(num_bytes))
-        return await decoded_record(await client.responses_of(job_id).read(job_id, tenant))
+        return await decoded_record(await client.servers.of_job(job_id).responses.read(job_id, tenant))
     except NotFoundError:
         raise no_response(response_id_of(job_id)) from None
 

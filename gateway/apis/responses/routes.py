@@ -316,7 +316,7 @@ class ResponseRoutes:
         durability = checked_durability(_query_of(request, "durability").get("durability"))
         try:
             job_id = job_id_of(response_id)
-            await self._client.responses_of(job_id).delete(job_id, caller_of(request).tenant, durability)
+            await self._client.servers.of_job(job_id).responses.delete(job_id, caller_of(request).tenant, durability)
         except NotFoundError:
             raise no_response(response_id) from None
         return {"id": response_id, "object": "response", "deleted": True}

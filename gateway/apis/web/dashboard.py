@@ -68,7 +68,7 @@ class Dashboard:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 records = dict(islice((await client.pools()).items(), MAX_POOLS))
                 away = sorted(pool for pool, server in client.servers.named.items() if server.is_away)
-                activities = await client.activity([*records])
+                activities = await client.servers.activity([*records])
         except (TimeoutError, UnavailableError):
             return to_json(
                 {

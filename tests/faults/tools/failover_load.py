@@ -293,7 +293,7 @@ class Load:
                     self.told.cancelling.add(job_id)
             if self._responses:
                 work = self._responses.pop()
-                await self._client.responses_of(work.id).delete(work.id, "default")
+                await self._client.servers.of_job(work.id).responses.delete(work.id, "default")
                 self.told.note(self.told.deleted, work.id)
             num_steps += 1
             if self._key_ids and num_steps % 4 == 0:

@@ -66,7 +66,7 @@ class PathTracer:
 
     def _look(self, frame: FrameType, returned: object) -> None:
         code = frame.f_code
-        self._begun |= code is AsyncClient.submit.__code__
+        self._begun |= code in (AsyncClient.submit.__code__, AsyncClient.submit_noting.__code__)
         self._ended |= code is SharedCalls.add.__code__
         if not self._begun or self._ended or (file := file_of(code)) is None:
             return
