@@ -27,10 +27,34 @@ OPTIONS = {"runner": "native", "num_kv_blocks": 2000, "block_size": BLOCK_SIZE, 
 TEXT = "The gate opens by pressure, and the turbine never starves. " * 3
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_hybrid_model_answers_over_http_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    folder = make_family_model(tmp_path / "small", "qwen3.5", "bfloat16")
-    path = write_gguf(folder, tmp_path / "small.gguf", "qwen35") if kind == "file" else folder
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen35", {}),
+    "qwen3.5 moe": ("qwen35moe", {}),
+    "qwen3 next": ("qwen3next", {"mlp_only_layers": []}),
+    "lfm2": ("lfm2", {}),
+    "lfm2 moe": ("lfm2moe", {}),
+    "lfm3": ("", {}),
+    "granite hybrid": ("granitehybrid", {}),
+    "granite hybrid moe": ("granitehybrid", {}),
+    "nemotron h": ("", {}),
+    "nemotron h moe": ("nemotron_h_moe", {}),
+    "falcon h1": ("falcon-h1", {}),
+}
+"""By family: what its GGUF files name, if llama.cpp reads any, and settings of the folder."""
+
+
+def _sources() -> Iterator[Any]:
+    """Yield a family, and what is served of it. Only the first one is served in each run."""
+    for at, (name, (architecture, _)) in enumerate(FAMILIES.items()):
+        for kind in ("folder", "file") if architecture else ("folder",):
+            yield pytest.param(name, kind, marks=pytest.mark.slow if at else (), id=f"{name}, {kind}")
+
+
+@pytest.mark.parametrize(("name", "kind"), _sources())
+def test_a_hybrid_model_answers_over_http_as_transformers_does(tmp_path: Path, name: str, kind: str) -> None:
+    architecture, changes = FAMILIES[name]
+    folder = make_family_model(tmp_path / "small", name, "bfloat16", **changes)
+    path = write_gguf(folder, tmp_path / "small.gguf", architecture) if kind == "file" else folder
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     options = {"runner": "native", "num_kv_blocks": 64, "max_num_seqs": 2, "max_model_len": 256}
