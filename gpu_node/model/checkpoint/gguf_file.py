@@ -134,7 +134,9 @@ def _check_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
     name = metadata.get("general.architecture")
     key, layers = f"{name}.block_count", {match[1] for one in tensors if (match := _LAYER.match(one))}
     count, found = metadata.get(key), max(map(int, layers), default=-1) + 1
-    if count is not None and not found <= count <= (found or len(tensors)):
+    # A file may lack the layers that predict further tokens, which no runner reads.
+    predicting = metadata.get(f"{name}.nextn_predict_layers") or 0
+    if count is not None and not found <= count <= (found or len(tensors)) + predicting:
         raise ConfigError(f"{key} is {count}, but the file has the tensors of {found} layers (blk.N)")
     embedding = tensors.get(_EMBEDDING)
     shape = (0, 0) if embedding is None else embedding.shape

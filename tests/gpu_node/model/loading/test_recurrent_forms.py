@@ -14,6 +14,7 @@ import torch
 from fakes.runners.runner_options import runner_options
 from fakes.transformers_logits import error_of
 from fixtures.plans import Track, logits_of_step
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantized
 from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -121,7 +122,7 @@ def _by_layer_types(config: Config) -> None:
 @pytest.mark.parametrize("name", ["nemotron h", "nemotron h moe"])
 def test_nemotron_is_read_in_each_form(family: Family, tmp_path: Path, name: str, change: Any) -> None:
     folder = _copy(
-        family(name), tmp_path / "copy", change, lambda one: one.replace("model.", "backbone.", 1), **SKIPPED
+        family(name), tmp_path / "copy", change, lambda one: one.replace("backbone.", "model.", 1), **SKIPPED
     )
     np.testing.assert_array_equal(_logits(folder), _logits(family(name)))
 
@@ -166,3 +167,31 @@ def test_an_unknown_kind_of_layer_is_named_with_its_index(
     folder = _copy(family(name), tmp_path / "copy", lambda config: config.update(fields))
     with pytest.raises(ConfigError, match=named):
         find_model(str(folder), runner_options(), lambda stage, done: None)
+
+
+GATES = ("in_proj_a.weight", "in_proj_b.weight")
+"""What tools that quantize Qwen3.5 leave as it is."""
+BY_ROW = ("packed int4", "int8 by row", "fp8 in blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3.5", "gptq int4 groups of 32"),
+        ("qwen3.5", "awq"),
+        *((name, layout) for name in ("qwen3.5", "lfm2", "nemotron h") for layout in BY_ROW),
+    ],
+)
+def test_quantized_projections_of_recurrent_layers_are_read(tmp_path: Path, name: str, layout: str) -> None:
+    folder = make_family_model(tmp_path / "plain", name, "bfloat16", intermediate_size=128)
+    meant = write_quantized(folder, LAYOUTS[layout], tmp_path / "quantized", GATES)
+    # transformers writes Nemotron's tensors under the names of the published files.
+    meant = {own.replace("backbone.", "model.", 1): matrix for own, matrix in meant.items()}
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        for own, weight in module.named_parameters():
+            if own in meant:
+                weight.copy_(meant.pop(own))
+        want = module(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+    assert not meant
+    assert error_of(_logits(tmp_path / "quantized"), want) < 2e-4

@@ -146,6 +146,11 @@ def test_adapters_are_refused_where_the_file_lacks_the_factors(
             {"attention.recurrent_layers": [1]},
             "has 1 values but must have .* of 4 layers",
         ),
+        (
+            "",
+            {"nextn_predict_layers": 1},
+            r"qwen35\.nextn_predict_layers says that layer 3 predicts further tokens, but",
+        ),
         ("", {"nextn_predict_layers": 4}, r"qwen35\.block_count of the metadata leaves 0 layers"),
         ("ssm.state_size", {"ssm.state_size": 0}, r"qwen35\.ssm\.state_size is 0 but must be"),
     ],
@@ -197,6 +202,17 @@ def _joined_inputs(tensors: Tensors) -> None:
         )
 
 
+def _with_predicting_layer(tensors: Tensors) -> None:
+    """Add a layer that predicts further tokens, as the converter does without --no-mtp."""
+    for part in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"):
+        tensors[f"blk.4.{part}.weight"] = tensors[f"blk.2.{part}.weight"]
+    tensors["blk.4.nextn.eh_proj.weight"] = tensors["blk.2.attn_output.weight"]
+
+
+def _as_it_is(tensors: Tensors) -> None:
+    """Leave the tensors as they are."""
+
+
 def _with_other_norm(tensors: Tensors) -> None:
     tensors["output_norm.weight"] = tensors.pop("token_embd_norm.weight")
 
@@ -205,6 +221,8 @@ def _with_other_norm(tensors: Tensors) -> None:
     ("name", "change", "added"),
     [
         ("qwen3.5", _from_ollama, {"attention.head_count_kv": [0, 0, 2, 0], "rope.dimension_sections": [11, 11, 10]}),
+        ("qwen3.5", _with_predicting_layer, {"block_count": 5, "nextn_predict_layers": 1}),
+        ("qwen3.5", _as_it_is, {"block_count": 5, "nextn_predict_layers": 1}),
         ("lfm2", _with_other_norm, {"feed_forward_length": 144}),
         ("qwen3.5 moe", _joined_experts, {}),
         ("granite hybrid moe", _joined_experts, {}),
