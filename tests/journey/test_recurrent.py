@@ -43,6 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """By family: what its GGUF files name, if llama.cpp reads any, and settings of the folder."""
 
 
+MIXTURE_GAP = 0.3
+"""Where a router's scores nearly tie, rounding chooses another expert."""
+
+
 def _sources() -> Iterator[Any]:
     """Yield a family, and what is served of it. Only the first one is served in each run."""
     for at, (name, (architecture, _)) in enumerate(FAMILIES.items()):
@@ -67,7 +71,8 @@ def test_a_hybrid_model_answers_over_http_as_transformers_does(tmp_path: Path, n
     assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     prompt = tokenizer.encode(TEXT)
     with torch.inference_mode():
-        assert num_departures(module, [(prompt, cold)], max_gap=9.0) <= 1
+        max_gap = MIXTURE_GAP if "moe" in name or name == "qwen3 next" else 0.05
+        assert num_departures(module, [(prompt, cold)], max_gap=max_gap) <= 1
     assert warm == again == cold
 
 

@@ -125,7 +125,7 @@ def dummy_folder(model: str) -> Path:
             return path
         config: Mapping[str, Any] = read_object(path / "config.json")
         checked_config(config, path / "config.json")
-        text = checked_config(text_config_of(config), path / "config.json")
+        text: Mapping[str, Any] = checked_config(text_config_of(config), path / "config.json")
     elif model in SHAPES:
         config = text = SHAPES[model]
     else:

@@ -308,7 +308,7 @@ def _rewrite(
             is_list = field.types[0] == GGUFValueType.ARRAY
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1] if is_list else None)
     for name, value in added.items():
-        add = {list: writer.add_array, bool: writer.add_bool}.get(type(value), writer.add_uint32)
+        add: Any = {list: writer.add_array, bool: writer.add_bool}.get(type(value), writer.add_uint32)
         add(name, value)
     tensors: Tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
     if change is not None:
