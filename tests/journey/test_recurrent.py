@@ -27,23 +27,53 @@ OPTIONS = {"runner": "native", "num_kv_blocks": 2000, "block_size": BLOCK_SIZE, 
 TEXT = "The gate opens by pressure, and the turbine never starves. " * 3
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_hybrid_model_answers_over_http_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    folder = make_family_model(tmp_path / "small", "qwen3.5", "bfloat16")
-    path = write_gguf(folder, tmp_path / "small.gguf", "qwen35") if kind == "file" else folder
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen35", {}),
+    "qwen3.5 moe": ("qwen35moe", {}),
+    "qwen3 next": ("qwen3next", {"mlp_only_layers": []}),
+    "lfm2": ("lfm2", {}),
+    "lfm2 moe": ("lfm2moe", {}),
+    "lfm3": ("", {}),
+    "granite hybrid": ("granitehybrid", {}),
+    "granite hybrid moe": ("granitehybrid", {}),
+    "nemotron h": ("", {}),
+    "nemotron h moe": ("nemotron_h_moe", {}),
+    "falcon h1": ("falcon-h1", {}),
+}
+"""By family: what its GGUF files name, if llama.cpp reads any, and settings of the folder."""
+
+
+MIXTURE_GAP = 0.3
+"""Where a router's scores nearly tie, rounding chooses another expert."""
+
+
+def _sources() -> Iterator[Any]:
+    """Yield a family, and what is served of it. Only the first one is served in each run."""
+    for at, (name, (architecture, _)) in enumerate(FAMILIES.items()):
+        for kind in ("folder", "file") if architecture else ("folder",):
+            yield pytest.param(name, kind, marks=pytest.mark.slow if at else (), id=f"{name}, {kind}")
+
+
+@pytest.mark.parametrize(("name", "kind"), [*_sources()])
+def test_a_hybrid_model_answers_over_http_as_transformers_does(tmp_path: Path, name: str, kind: str) -> None:
+    architecture, changes = FAMILIES[name]
+    folder = make_family_model(tmp_path / "small", name, "bfloat16", **changes)
+    path = write_gguf(folder, tmp_path / "small.gguf", architecture) if kind == "file" else folder
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     options = {"runner": "native", "num_kv_blocks": 64, "max_num_seqs": 2, "max_model_len": 256}
     body = {"prompt": TEXT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with served(path, **options) as url:
         body["model"] = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
-        answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=120).json() for _ in range(2)]
-    cold, warm = (answer["choices"][0]["token_ids"] for answer in answers)
-    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        # Beside the measurement of a node that has just started, few slots may hold no snapshot of the first prompt.
+        answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=120).json() for _ in range(3)]
+    cold, again, warm = (answer["choices"][0]["token_ids"] for answer in answers)
+    assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     prompt = tokenizer.encode(TEXT)
     with torch.inference_mode():
-        assert num_departures(module, [(prompt, cold)], max_gap=0.05) <= 1
-    assert warm == cold
+        max_gap = MIXTURE_GAP if "moe" in name or name == "qwen3 next" else 0.05
+        assert num_departures(module, [(prompt, cold)], max_gap=max_gap) <= 1
+    assert warm == again == cold
 
 
 @pytest.fixture(scope="module")

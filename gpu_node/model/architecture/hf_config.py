@@ -133,17 +133,22 @@ def max_position_of(config: Config, rope: Rope | None, default: int = 2048) -> i
 
 
 def kinds_of(
-    config: Config, default: Callable[[int], str], supported: tuple[str, ...] = ("full_attention", "sliding_attention")
+    config: Config,
+    default: Callable[[int], str],
+    supported: tuple[str, ...] = ("full_attention", "sliding_attention"),
+    field: str = "layer_types",
 ) -> tuple[str, ...]:
-    """Return the kind of each layer: `layer_types`, or without it what `default` returns for the layer's index.
+    """Return the kind of each layer: `field`, or without it what `default` returns for the layer's index.
 
     Raises ConfigError that names the first layer of a kind that the family does not have.
     """
-    kinds = tuple(config.get("layer_types") or map(default, range(config["num_hidden_layers"])))
+    kinds = config.get(field) or [default(layer) for layer in range(config["num_hidden_layers"])]
+    if not isinstance(kinds, list | tuple):
+        raise ConfigError(f"{field} is {str(kinds)[:80]!r} but must be a list with the kind of each layer")
     for layer, kind in enumerate(kinds):
         if kind not in supported:
-            raise ConfigError(f"layer_types[{layer}] is {kind!r}, but this family has only {', '.join(supported)}")
-    return kinds
+            raise ConfigError(f"{field}[{layer}] is {kind!r}, but this family has only {', '.join(supported)}")
+    return tuple(kinds)
 
 
 def sliding_windows(config: Config) -> tuple[int | None, ...]:

@@ -174,7 +174,10 @@ CONFIG_KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "use_bias", "use_conv_bias"), _FLAG),
 }
 _LAYER_LISTS: Mapping[str, tuple[object, ...]] = {
-    "layer_types": ("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention"),
+    "layer_types": (
+        *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention"),
+        *("moe", "mlp"),
+    ),
     "no_rope_layers": (0, 1),
 }
 """Fields with a value for each layer, and the values that they may have."""

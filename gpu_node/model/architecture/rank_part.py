@@ -51,6 +51,12 @@ def check_cuts(spec: ModelSpec, parallel: Parallel, runner: CutRunner, *, column
         raise ConfigError("; ".join(problem for _, problem in problems), param=problems[0][0])
 
 
+def check_one_rank(spec: ModelSpec, parallel: Parallel) -> None:
+    """Raise ConfigError for several ranks if no runner cuts the model, whatever the numbers of ranks."""
+    for setting, problem in _uncut_problems(spec, parallel):
+        raise ConfigError(problem, param=setting)
+
+
 def cut_problems(
     spec: ModelSpec, parallel: Parallel, runner: CutRunner, *, column_group: int = 1
 ) -> Iterator[tuple[str, str]]:
@@ -59,9 +65,8 @@ def cut_problems(
     column_group: columns of a matrix that share a scale; a cut by columns must not divide a group.
     """
     name = "tensor_parallel_size"
-    if parallel.num_ranks > 1 and (uncut := _uncut_features(spec)):
-        setting = name if parallel.tensor > 1 else "pipeline_parallel_size"
-        yield setting, f"{setting} {parallel.num_ranks}: a model with {uncut} is computed by one rank"
+    if uncut := list(_uncut_problems(spec, parallel)):
+        yield from uncut
         return
     if parallel.tensor < 1:
         yield name, f"{name} is {parallel.tensor} but must be at least 1"
@@ -73,6 +78,12 @@ def cut_problems(
             for problem in _group_problems(spec, parallel.tensor, column_group):
                 yield name, f"{name} {parallel.tensor}: {problem}"
     yield from _pipeline_problems(spec, parallel.pipeline, runner)
+
+
+def _uncut_problems(spec: ModelSpec, parallel: Parallel) -> Iterator[tuple[str, str]]:
+    if parallel.num_ranks > 1 and (uncut := _uncut_features(spec)):
+        setting = "tensor_parallel_size" if parallel.tensor > 1 else "pipeline_parallel_size"
+        yield setting, f"{setting} {parallel.num_ranks}: a model with {uncut} is computed by one rank"
 
 
 def _uncut_features(spec: ModelSpec) -> str:

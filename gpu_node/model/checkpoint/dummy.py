@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.families import text_config_of
 from penstock.gpu_node.model.architecture.limits import checked_config
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.checkpoint.json_object import read_object
@@ -124,25 +125,26 @@ def dummy_folder(model: str) -> Path:
             return path
         config: Mapping[str, Any] = read_object(path / "config.json")
         checked_config(config, path / "config.json")
+        text: Mapping[str, Any] = checked_config(text_config_of(config), path / "config.json")
     elif model in SHAPES:
-        config = SHAPES[model]
+        config = text = SHAPES[model]
     else:
         known = ", ".join(SHAPES)
         raise ConfigError(f"load_format dummy: {model} is no folder with a config.json and none of {known}")
-    least, vocab = 256 + len(_SPECIAL_TOKENS), config.get("vocab_size")
+    least, vocab = 256 + len(_SPECIAL_TOKENS), text.get("vocab_size")
     if not isinstance(vocab, int) or vocab < least:
         raise ConfigError(f"load_format dummy: vocab_size is {vocab!r} but must be at least {least}")
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return built_once(f"dummy-{digest}-v{_VERSION}", lambda folder: _write(folder, config))
+    return built_once(f"dummy-{digest}-v{_VERSION}", lambda folder: _write(folder, config, vocab))
 
 
-def _write(folder: Path, config: Mapping[str, Any]) -> None:
+def _write(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True)
     known = *sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL_TOKENS
     # Ġ is the space. No merge makes these words, so no prompt has them.
-    words = (f"Ġ{i:x}" for i in range(len(known), config["vocab_size"]))
+    words = (f"Ġ{i:x}" for i in range(len(known), vocab_size))
     vocab = {token: i for i, token in enumerate((*known, *words))}
     tokenizer: Any = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

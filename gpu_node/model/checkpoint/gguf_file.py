@@ -49,6 +49,13 @@ _OF_LAYERS = (
     ".feed_forward_length",
 )
 """What the keys end with that may have a value for each layer. Such lists are always read."""
+_QKV = re.compile(r"blk\.([0-9]{1,9})\.attn_qkv\.(?:weight|bias)")
+_QWEN, _CONV = "qwen3", "ssm_conv1d.weight"
+_SEPARATE_QKV = (
+    *("llama", "granite", "smollm3", "nemotron_h", "qwen", "olmo2", "gemma2", "gemma3", "gpt-oss"),
+    *("cohere2", "lfm2", "falcon-h1"),
+)
+"""How architectures are called whose queries, keys and values are tensors of their own."""
 _SPLIT_COUNT, _SPLIT_NO = "split.count", "split.no"
 """The number of a model's parts, and the index of one of them."""
 
@@ -127,7 +134,9 @@ def _check_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
     name = metadata.get("general.architecture")
     key, layers = f"{name}.block_count", {match[1] for one in tensors if (match := _LAYER.match(one))}
     count, found = metadata.get(key), max(map(int, layers), default=-1) + 1
-    if count is not None and not found <= count <= (found or len(tensors)):
+    # A file may lack the layers that predict further tokens, which no runner reads.
+    predicting = metadata.get(f"{name}.nextn_predict_layers") or 0
+    if count is not None and not found <= count <= (found or len(tensors)) + predicting:
         raise ConfigError(f"{key} is {count}, but the file has the tensors of {found} layers (blk.N)")
     embedding = tensors.get(_EMBEDDING)
     shape = (0, 0) if embedding is None else embedding.shape
@@ -148,6 +157,38 @@ def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTens
     if not all(1 <= dim <= MAX_DIM for dim in dims):
         raise ConfigError(f"tensor {name} has the shape {list(dims)}, whose sizes must be from 1 to {MAX_DIM:,}")
     return GgufTensor(ggml_type.name.lower(), dims[::-1], start, prod(dims) // block_size * block_bytes)
+
+
+def _with_parts(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """Return the tensors with queries, keys and values apart, which the converter joins with --fuse-qkv."""
+    architecture, found = str(metadata.get("general.architecture")), dict(tensors)
+    if not architecture.startswith(_SEPARATE_QKV):
+        return found
+    for name, tensor in tensors.items():
+        match = _QKV.fullmatch(name)
+        keys = 0 if match is None else _keys_of(metadata, architecture, int(match[1]))
+        queries = tensor.shape[0] - 2 * keys
+        # The recurrent layers of Qwen have a tensor of this name for the inputs of their convolution.
+        if match is None or not 0 < keys <= queries or (_QWEN in architecture and f"blk.{match[1]}.{_CONV}" in tensors):
+            continue
+        del found[name]
+        row_bytes, at = tensor.num_bytes // tensor.shape[0], tensor.start
+        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            shape, num_bytes = (rows, *tensor.shape[1:]), rows * row_bytes
+            found[name.replace("_qkv", f"_{part}")] = replace(tensor, shape=shape, start=at, num_bytes=num_bytes)
+            at += num_bytes
+    return found
+
+
+def _keys_of(metadata: Mapping[str, Any], architecture: str, layer: int) -> int:
+    """Return the channels of a layer's keys; 0 if the metadata does not say them."""
+    heads, width = (metadata.get(f"{architecture}.{key}") for key in ("attention.head_count", "embedding_length"))
+    count = metadata.get(f"{architecture}.attention.head_count_kv", heads)
+    count = count[layer] if isinstance(count, list) and layer < len(count) else count
+    dim = metadata.get(f"{architecture}.attention.key_length")
+    if dim is None and isinstance(width, int) and isinstance(heads, int) and heads:
+        dim = width // heads
+    return count * dim if isinstance(count, int) and isinstance(dim, int) else 0
 
 
 def _most_values(key: str) -> int:
@@ -254,6 +295,7 @@ class GgufFile:
         found = self._read(0, lists)
         if len(self.parts) > 1 or is_split(found.metadata):
             found = self._joined(found)
+        found = replace(found, tensors=_with_parts(found.metadata, found.tensors))
         # A vocabulary takes many megabytes, so it is not kept.
         kept = {key: value for key, value in found.metadata.items() if key not in lists}
         self._header = replace(found, metadata=kept)

@@ -60,13 +60,21 @@ def _qwen3_next(metadata: Metadata) -> dict[str, Any]:
 
 def _lfm2(metadata: Metadata) -> dict[str, Any]:
     number, num_layers = metadata.number, metadata.num_layers
+    if metadata.optional("attention.causal") is False:
+        raise ConfigError(
+            f"{metadata.architecture}.attention.causal is false, but tokens of LFM2 see only earlier ones"
+        )
+    if window := metadata.optional("attention.sliding_window"):
+        said = f"{metadata.architecture}.attention.sliding_window is {window}"
+        raise ConfigError(f"{said}, but LFM2 with windows is not supported")
     kv_heads = metadata.of_layers("attention.head_count_kv", num_layers) or [1] * num_layers
     return {
         "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
         "conv_L_cache": number("shortconv.l_cache"),
         "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in metadata.tensors),
         "norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "intermediate_size": number("feed_forward_length"),
+        # Some published files state the width before LFM2's adjustment.
+        "intermediate_size": _rows_of(metadata, "ffn_gate.weight") or number("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": number("rope.freq_base")},
     }
@@ -155,11 +163,16 @@ def _granite_hybrid(metadata: Metadata) -> dict[str, Any]:
     has_experts = number("expert_count", 0) > 0
     shared = number("expert_shared_feed_forward_length") if has_experts else _rows_of(metadata, "ffn_gate.weight")
     rotates = metadata.optional("rope.scaling.finetuned") is not False
+    head_dim = hidden // number("attention.head_count")
+    turned = metadata.optional("rope.dimension_count")
+    if rotates and turned not in (None, head_dim):
+        said = f"granitehybrid.rope.dimension_count is {turned} but must be {head_dim}, the channels of a head"
+        raise ConfigError(f"{said}: of Bamba only folders are supported, not GGUF files")
     return {
         **_state_space(metadata),
         "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
         "position_embedding_type": "rope" if rotates else "nope",
-        "attention_multiplier": number("attention.scale", 0) or (hidden // number("attention.head_count")) ** -0.5,
+        "attention_multiplier": number("attention.scale", 0) or head_dim**-0.5,
         "embedding_multiplier": number("embedding_scale", 0) or 1.0,
         "residual_multiplier": number("residual_scale", 0) or 1.0,
         "logits_scaling": number("logit_scale", 0) or 1.0,

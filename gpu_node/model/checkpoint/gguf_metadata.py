@@ -47,6 +47,9 @@ class Metadata:
             raise ConfigError(
                 f"{self._prefix}block_count of the metadata leaves {count} layers without predicting ones"
             )
+        if f"blk.{count}.attn_norm.weight" in self.tensors and f"blk.{count}.nextn.eh_proj.weight" not in self.tensors:
+            key = f"{self._prefix}nextn_predict_layers"
+            raise ConfigError(f"{key} says that layer {count} predicts further tokens, but it has no blk.{count}.nextn")
         return count
 
 

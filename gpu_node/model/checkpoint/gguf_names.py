@@ -6,7 +6,7 @@ https://github.com/ggml-org/llama.cpp/tree/master/conversion
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.expert_stacks import EXPERT
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufHeader
+from penstock.gpu_node.model.checkpoint.row_orders import grouped_inputs
 
 _BY_HEAD: Mapping[str, str] = {".q_proj.": "attention.head_count", ".k_proj.": "attention.head_count_kv"}
 _IN_ORDER: Mapping[str, str] = {}
@@ -54,6 +55,11 @@ _RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Names that the converter changes before it maps them: patterns, and what takes their place."""
 _RENAMED_IN_ALL = ((r"\.dt_bias$", ".dt_proj.bias"),)
+_ALSO_NAMED = ((r"\.ssm_dt\.bias$", ".ssm_dt"),)
+_OF_LFM2 = ((r"^token_embd_norm\.", "output_norm."),)
+"""Names in files of other converters (Ollama's, and early ones of llama.cpp): patterns, and what takes their place."""
+_DELTA_INPUT = re.compile(r"(blk\.\d+\.)attn_(qkv|gate)\.weight")
+_FUSED_EXPERTS = re.compile(r"\.ffn_(gate|up)_exps\.")
 _UNMAPPED = (
     (r"^model\.layers\.(\d+)\.router\.scale$", r"blk.\1.ffn_gate_inp.scale"),
     (r"^model\.layers\.(\d+)\.router\.per_expert_scale$", r"blk.\1.ffn_down_exps.scale"),
@@ -78,10 +84,12 @@ class GgufNames:
             known = ", ".join(_INTERLEAVED_HEADS)
             raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {known}")
         architecture = next(known for known, gguf_name in MODEL_ARCH_NAMES.items() if gguf_name == name)
+        self._header, self._prefix = header, f"{name}."
         self._heads = {part: _heads(header, f"{name}.{key}") for part, key in _INTERLEAVED_HEADS[name].items()}
         self._renamed = (*_RENAMED_IN_ALL, *_RENAMED.get(name, ()))
         if name == "granitehybrid":
             self._renamed += _SHARED_BESIDE_EXPERTS if header.metadata.get(f"{name}.expert_count") else _SHARED_ALONE
+        self._also_named = (*_ALSO_NAMED, *(_OF_LFM2 if name.startswith("lfm2") else ()))
         self._names: Any = get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
 
     def name_of(self, name: str) -> str | None:
@@ -94,6 +102,30 @@ class GgufNames:
             name = re.sub(pattern, ours, name)
         found: str | None = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         return found
+
+    def stored_name(self, gguf_name: str, tensors: Collection[str]) -> str | None:
+        """Return the name under which one of a file's `tensors` has what this name means; None if none has it."""
+        # The converter adds an ending to the names of tensors that have none.
+        for known in (gguf_name, f"{gguf_name}.weight"):
+            if known in tensors:
+                return known
+        others = (re.sub(pattern, theirs, gguf_name) for pattern, theirs in self._also_named)
+        return next((one for one in others if one in tensors), None)
+
+    def joined_inputs(self, gguf_name: str) -> tuple[str, NDArray[np.int32]] | None:
+        """Return the tensor in which the first files of Qwen3-Next have this matrix, and its rows there.
+
+        They have the inputs of a delta rule in one tensor, as Hugging Face's files do.
+        """
+        found = _DELTA_INPUT.fullmatch(gguf_name)
+        if found is None or not self._prefix.startswith("qwen3next"):
+            return None
+        key_heads, key_dim, values = (
+            _count(self._header, self._prefix + key) for key in ("ssm.group_count", "ssm.state_size", "ssm.inner_size")
+        )
+        order = grouped_inputs(key_heads, key_dim, values // key_heads)
+        channels = 2 * key_heads * key_dim + values
+        return f"{found[1]}ssm_in.weight", order[:channels] if found[2] == "qkv" else order[channels:]
 
     def shape_of(self, gguf_name: str, shape: Shape) -> Shape:
         """Return the shape of a tensor of the file as Hugging Face has it."""
@@ -113,6 +145,14 @@ class GgufNames:
         if num_rows % (2 * num_heads):
             raise ConfigError(f"{num_rows} rows do not divide into two halves for each of {num_heads} heads")
         return np.arange(num_rows, dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+def half_of_experts(gguf_name: str) -> tuple[str, int] | None:
+    """Return the tensor in which the gates and up projections of experts may lie together, and which half this is."""
+    found = _FUSED_EXPERTS.search(gguf_name)
+    if found is None:
+        return None
+    return _FUSED_EXPERTS.sub(".ffn_gate_up_exps.", gguf_name), ("gate", "up").index(found[1])
 
 
 def _heads(header: GgufHeader, key: str) -> int:

@@ -22,9 +22,13 @@ def rows_by_part(attention: Attention) -> tuple[NDArray[np.int32], ...]:
 
 def input_order(mixer: DeltaRule) -> NDArray[np.int32]:
     """Return the row indices of queries, keys, values and gates of outputs in a fused tensor."""
-    group = mixer.num_value_heads // mixer.num_key_heads * mixer.value_dim
-    sizes = (mixer.key_dim, mixer.key_dim, group, group)
-    rows = np.arange(mixer.num_key_heads * sum(sizes), dtype=np.int32).reshape(mixer.num_key_heads, -1)
+    return grouped_inputs(mixer.num_key_heads, mixer.key_dim, mixer.outputs // mixer.num_key_heads)
+
+
+def grouped_inputs(num_key_heads: int, key_dim: int, group: int) -> NDArray[np.int32]:
+    """Return the same for sizes: `group` are the channels of the values of a key head."""
+    sizes = (key_dim, key_dim, group, group)
+    rows = np.arange(num_key_heads * sum(sizes), dtype=np.int32).reshape(num_key_heads, -1)
     parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
     return np.concatenate([part.ravel() for part in parts])
 

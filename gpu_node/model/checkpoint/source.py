@@ -19,7 +19,7 @@ from penstock.gpu_node.model.checkpoint.weight_files import gguf_of, gguf_parts,
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
 
-_CONVERTER_VERSION = 8
+_CONVERTER_VERSION = 9
 """Increased when the converters' output changes, so that no node uses outdated cached files."""
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -16,7 +16,7 @@ from penstock.gpu_node.model.architecture.limits import MAX_DIM, MAX_HEADER_BYTE
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.expert_stacks import EXPERT, one_of_experts, one_of_stack, turned_matrix
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile, GgufTensor
-from penstock.gpu_node.model.checkpoint.gguf_names import GgufNames
+from penstock.gpu_node.model.checkpoint.gguf_names import GgufNames, half_of_experts
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
@@ -42,6 +42,7 @@ _SAFETENSORS_KINDS = {
     "I64": ("i64", 8),
 }
 """The supported safetensors dtypes, with the bytes per number."""
+_MATRIX_DIMS = 2
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _BASES = ("model", "gpt_neox", "transformer", "backbone")
 """What names of a decoder's tensors begin with in a checkpoint of the decoder and its head."""
@@ -80,11 +81,15 @@ class Checkpoint:
         files: Mapping[Path, MappedFile],
         read_scaled: ReadScaled | None = None,
         names: Iterable[str] = (),
+        shown: Callable[[str], str] = str,
     ) -> None:
-        """files: the weight files; read_scaled: reads quantized matrices; names: of the tensors in the files."""
+        """files: the weight files; read_scaled: reads quantized matrices; names: of the tensors in the files.
+
+        shown: returns how errors name a tensor.
+        """
         self.names = frozenset(names)
         """The names of the tensors in the files."""
-        self._find = find
+        self._find, self._shown = find, shown
         self._files = dict(files)
         self._read_scaled = read_scaled
 
@@ -102,10 +107,11 @@ class Checkpoint:
         if source.gguf is not None:
             gguf = gguf or GgufFile(source.gguf)
             files = dict(zip(gguf.paths, gguf.parts, strict=True))
-            return cls(_GgufTensors(gguf).find, files, names=gguf.header.tensors)
+            tensors = _GgufTensors(gguf)
+            return cls(tensors.find, files, names=gguf.header.tensors, shown=tensors.shown)
         files = {path: MappedFile(path) for path in weight_files(source)}
-        tensors = _tensors_of(source.folder, files)
-        return cls(_finder_of(tensors), files, read_scaled, tensors)
+        stored = _tensors_of(source.folder, files)
+        return cls(_finder_of(stored), files, read_scaled, stored)
 
     def get(self, name: str, *shape: int) -> Stored:
         """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
@@ -118,9 +124,9 @@ class Checkpoint:
             if tensor is None and self._random is not None:
                 tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
             if tensor is None:
-                raise ConfigError(f"the checkpoint has no tensor {name}; {_SIZES}")
+                raise ConfigError(f"the checkpoint has no tensor {self._shown(name)}; {_SIZES}")
             if tensor.shape != shape:
-                found = f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}"
+                found = f"tensor {self._shown(name)} has shape {list(tensor.shape)}, the config says {list(shape)}"
                 raise ConfigError(f"{found}; {_SIZES}")
             if isinstance(tensor, StoredTensor):
                 check_kind(tensor)
@@ -279,15 +285,18 @@ class _GgufTensors:
         except ConfigError as error:
             raise ConfigError(f"cannot read {file.path}: {error.message}") from error
 
+    def shown(self, name: str) -> str:
+        """Return a tensor's name with the file's own name for it, for a reader of an error."""
+        own = self._names.name_of(name)
+        return name if own is None else f"{name} ({own})"
+
     def find(self, name: str) -> StoredTensor | None:
         gguf_name, expert = self._names.name_of(name) or "", EXPERT.search(name)
-        tensors = self._header.tensors
-        # The converter adds an ending to the names of tensors that have none.
-        tensor: GgufTensor | None = tensors.get(gguf_name) or tensors.get(f"{gguf_name}.weight")
-        if tensor is None:
-            return None
-        kind, shape = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type), tensor.shape
-        stored = StoredTensor(name, kind, self._names.shape_of(gguf_name, shape), _rows(self._bytes_of(tensor), shape))
+        found = self._names.stored_name(gguf_name, self._header.tensors)
+        if found is None:
+            return self._joined(name, gguf_name, None if expert is None else int(expert[1]))
+        tensor: GgufTensor = self._header.tensors[found]
+        stored, shape = self._stored(name, gguf_name, tensor), tensor.shape
         if expert is not None:
             return one_of_stack(stored, int(expert[1]))
         try:
@@ -295,3 +304,24 @@ class _GgufTensors:
         except ConfigError as error:
             raise ConfigError(f"cannot read {self._paths[tensor.part]}: {gguf_name}: {error.message}") from error
         return stored if order is None else stored.take_rows(order, *shape)
+
+    def _stored(self, name: str, gguf_name: str, tensor: GgufTensor) -> StoredTensor:
+        kind, shape = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type), tensor.shape
+        return StoredTensor(name, kind, self._names.shape_of(gguf_name, shape), _rows(self._bytes_of(tensor), shape))
+
+    def _joined(self, name: str, gguf_name: str, expert: int | None) -> StoredTensor | None:
+        """Return a matrix of a tensor that holds others beside it; None if the file has none."""
+        tensors = self._header.tensors
+        if expert is None:
+            inputs = self._names.joined_inputs(gguf_name)
+            whole = None if inputs is None else tensors.get(inputs[0])
+            if inputs is None or whole is None or whole.shape[0] <= int(inputs[1].max()):
+                return None
+            return self._stored(name, inputs[0], whole).take_rows(inputs[1], len(inputs[1]), *whole.shape[1:])
+        place = half_of_experts(gguf_name)
+        tensor = None if place is None else tensors.get(place[0])
+        both = None if place is None or tensor is None else one_of_stack(self._stored(name, place[0], tensor), expert)
+        if place is None or both is None or len(both.shape) != _MATRIX_DIMS:
+            return None
+        half = both.shape[0] // 2
+        return both.span(place[1] * half, (place[1] + 1) * half)

@@ -17,7 +17,7 @@ from penstock.gpu_node.model.architecture.encoders import EncoderFoundError, is_
 from penstock.gpu_node.model.architecture.families import family_of, needs_transformers, text_config_of
 from penstock.gpu_node.model.architecture.gguf_layout import as_in_gguf
 from penstock.gpu_node.model.architecture.limits import CONFIG_LIMITS, checked_config
-from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts
+from penstock.gpu_node.model.architecture.rank_part import Parallel, check_cuts, check_one_rank
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.architecture.transformers_class import architecture_of
 from penstock.gpu_node.model.checkpoint.block_repacking import BLOCK
@@ -210,6 +210,7 @@ def _load(
 ) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
     parallel = Parallel(options.tensor_parallel_size, options.pipeline_parallel_size)
+    check_one_rank(described.spec, parallel)
     if options.remote_ranks and (parallel.num_ranks == 1 or not (options.wants_gpu or options.runner == "torch")):
         needs = "runner torch or gpu, and tensor_parallel_size or pipeline_parallel_size"
         raise ConfigError(f"remote_ranks {options.remote_ranks} needs {needs}", param="remote_ranks")

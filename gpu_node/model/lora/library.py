@@ -151,19 +151,20 @@ def _unmatched(name: str, spec: ModelSpec) -> str:
     if any(table in name for table in tables):
         remedy = "merge the adapter into the base model, with merge_and_unload of PEFT, and serve the result"
         return f"{WEIGHTS_FILE} has {name}: adapters of the embedding or of the head are not supported; {remedy}"
-    if any(f".{own.rpartition('}.')[2]}.lora_" in name for own in _routers_and_gates(spec)):
-        remedy = "train the adapter without them, or serve the merged model"
-        return f"{WEIGHTS_FILE} has {name}: adapters of routers and of such gates are not supported; {remedy}"
+    for what, own in _routers_and_gates(spec):
+        if f".{own.rpartition('}.')[2]}.lora_" in name:
+            remedy = "train the adapter without it, or serve the merged model"
+            return f"{WEIGHTS_FILE} has {name}: adapters of {what} are not supported; {remedy}"
     return f"{WEIGHTS_FILE} has {name}, which matches no layer matrix of this model"
 
 
-def _routers_and_gates(spec: ModelSpec) -> Iterator[str]:
-    """Yield the names of small matrices that no adapter changes: of routers, and gates of heads and shared experts."""
+def _routers_and_gates(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield the small matrices that no adapter changes: what each is, and its name."""
     for experts in (mlp.experts for mlp in spec.mlps if mlp.experts is not None):
-        yield experts.router
+        yield "the router of experts", experts.router
         if experts.shared is not None and experts.shared.gate is not None:
-            yield experts.shared.gate
-    yield from (one.head_gate for one in spec.attentions if one.head_gate is not None)
+            yield "the gate of shared experts", experts.shared.gate
+    yield from (("the gates of heads", one.head_gate) for one in spec.attentions if one.head_gate is not None)
 
 
 def _pairs_of(

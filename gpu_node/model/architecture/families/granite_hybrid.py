@@ -52,7 +52,9 @@ def _spec_of(config: Config) -> ModelSpec:
             return llama_layer(None, mlp, recurrence=mixer)
         return llama_layer(attention, mlp)
 
-    kinds = kinds_of(config, lambda at: "linear_attention", (*_MAMBA_KINDS, *_ATTENTION_KINDS))
+    # transformers reads both names.
+    field = "layer_types" if config.get("layer_types") else "layers_block_type"
+    kinds = kinds_of(config, lambda at: "linear_attention", (*_MAMBA_KINDS, *_ATTENTION_KINDS), field)
     return llama_model(
         config,
         layers_of(config, kinds, layer),

@@ -34,6 +34,14 @@ _DEFAULTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+_RENAMED = {
+    "attention_head_dim": "head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "num_local_experts": "n_routed_experts",
+}
+"""Fields of older configs, and their names today."""
 _KINDS = {
     **dict.fromkeys(("M", "mamba", "linear_attention"), "mamba"),
     **dict.fromkeys(("*", "attention", "full_attention"), "attention"),
@@ -41,6 +49,7 @@ _KINDS = {
     **dict.fromkeys(("E", "moe"), "moe"),
 }
 """The kinds of layers by their names in `layers_block_type`, and by their letters in `hybrid_override_pattern`."""
+_KIND_FIELDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _MIXER = LAYER + "mixer."
 _EXPERT = _MIXER + "experts.{expert}."
 _SHARED = _MIXER + "shared_experts."
@@ -54,8 +63,10 @@ _REFUSED = {
 
 
 def _spec_of(config: Config) -> ModelSpec:
-    config = {**_DEFAULTS, **config}
+    config = {**_DEFAULTS, **{_RENAMED.get(name, name): value for name, value in config.items()}}
     kinds = _kinds_of(config)
+    if config.get("mamba_hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError(f"mamba_hidden_act is {config['mamba_hidden_act']!r}, but only 'silu' is supported")
     for field, (only, meaning) in _REFUSED.items():
         if config.get(field, only) != only:
             raise ConfigError(f"{field} is {config[field]!r}, but {meaning} are not supported")
@@ -71,7 +82,7 @@ def _spec_of(config: Config) -> ModelSpec:
 
 
 def _kinds_of(config: Config) -> tuple[str, ...]:
-    field = "layers_block_type" if config.get("layers_block_type") else "hybrid_override_pattern"
+    field = next((one for one in _KIND_FIELDS if config.get(one)), _KIND_FIELDS[0])
     named = config.get(field)
     if not isinstance(named, list | str) or not named:
         raise ConfigError(f"{field} is {str(named)[:80]!r} but must name the kind of each layer")

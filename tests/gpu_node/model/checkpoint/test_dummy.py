@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.runners.runner_options import runner_options
+from fixtures.random_families import RECURRENT_FAMILIES
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
@@ -59,6 +60,16 @@ def test_a_folder_gives_its_shape_and_its_tokenizer(tmp_path: Path, tiny_model: 
     assert dummy_folder(str(folder)) == folder
 
 
+def test_the_config_of_a_model_for_images_gives_the_shape_of_its_text_model(tmp_path: Path) -> None:
+    text = RECURRENT_FAMILIES["qwen3.5"][1] | {"model_type": "qwen3_5_text", "vocab_size": 300, "dtype": "bfloat16"}
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = Engine(str(tmp_path), runner="native", max_num_seqs=1, **SETTINGS)
+    (answer,) = engine.generate(["The gate"], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))
+    assert len(answer.token_ids) == 5
+    assert json.loads((dummy_folder(str(tmp_path)) / "config.json").read_text()) == config
+
+
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
@@ -68,10 +79,15 @@ def test_a_folder_gives_its_shape_and_its_tokenizer(tmp_path: Path, tiny_model: 
             "llama-7b is no folder with a config.json and none of llama-8b, llama-3b, llama-1b, qwen3-0.6b, tiny",
         ),
         ("folder", {"vocab_size": 100}, "vocab_size is 100 but must be at least 259"),
+        (
+            "folder",
+            {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {"vocab_size": 100}},
+            "vocab_size is 100 but must be at least 259",
+        ),
     ],
 )
 def test_model_without_a_usable_shape_is_refused(
-    model: str, config: dict[str, int] | None, message: str, tmp_path: Path
+    model: str, config: dict[str, Any] | None, message: str, tmp_path: Path
 ) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))

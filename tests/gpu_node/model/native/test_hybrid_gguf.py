@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -145,6 +146,11 @@ def test_adapters_are_refused_where_the_file_lacks_the_factors(
             {"attention.recurrent_layers": [1]},
             "has 1 values but must have .* of 4 layers",
         ),
+        (
+            "",
+            {"nextn_predict_layers": 1},
+            r"qwen35\.nextn_predict_layers says that layer 3 predicts further tokens, but",
+        ),
         ("", {"nextn_predict_layers": 4}, r"qwen35\.block_count of the metadata leaves 0 layers"),
         ("ssm.state_size", {"ssm.state_size": 0}, r"qwen35\.ssm\.state_size is 0 but must be"),
     ],
@@ -159,20 +165,156 @@ def test_wrong_metadata_is_refused_by_its_key(
         open_model(str(wrong), lambda stage, done: None)
 
 
-def _rewrite(source: Path, target: Path, removed: str, added: dict[str, Any]) -> None:
-    """Write the metadata of a file again, with other settings, and its first tensor."""
-    reader, writer = GGUFReader(source), GGUFWriter(target, "qwen35")
+Tensors = dict[str, tuple[Any, Any]]
+"""The numbers of tensors and their formats, by name."""
+
+
+def _from_ollama(tensors: Tensors) -> None:
+    """Name a bias as Ollama's converter does, and add what it keeps of a model for images that predicts tokens."""
+    for name in [name for name in tensors if name.endswith("ssm_dt.bias")]:
+        tensors[name.removesuffix(".bias")] = tensors.pop(name)
+    tensors |= dict.fromkeys(("v.blk.0.attn_q.weight", "mtp.fc.weight"), tensors["output_norm.weight"])
+
+
+def _joined_experts(tensors: Tensors) -> None:
+    """Join gates and up projections, as the converter does with --fuse-gate-up-exps."""
+    for name in [name for name in tensors if "ffn_gate_exps" in name]:
+        (gate, kind), (up, _) = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        tensors[name.replace("gate", "gate_up")] = np.concatenate((gate, up), axis=1), kind
+
+
+def _joined_heads(tensors: Tensors) -> None:
+    """Join queries, keys and values, as the converter does with --fuse-qkv."""
+    for name in [name for name in tensors if "attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]
+        tensors[name.replace("attn_q.", "attn_qkv.")] = np.concatenate([rows for rows, _ in parts]), parts[0][1]
+
+
+def _joined_inputs(tensors: Tensors) -> None:
+    """Join the inputs of delta rules by key head, as the first files of Qwen3-Next have them."""
+    for name in [name for name in tensors if "attn_gate." in name]:
+        (gates, kind), (inputs, _) = tensors.pop(name), tensors.pop(name.replace("attn_gate", "attn_qkv"))
+        # Two key heads of 32 channels.
+        parts = [part.reshape(2, -1, part.shape[-1]) for part in (*np.split(inputs, (64, 128)), gates)]
+        tensors[name.replace("attn_gate", "ssm_in")] = (
+            np.concatenate(parts, axis=1).reshape(-1, inputs.shape[-1]),
+            kind,
+        )
+
+
+def _with_predicting_layer(tensors: Tensors) -> None:
+    """Add a layer that predicts further tokens, as the converter does without --no-mtp."""
+    for part in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"):
+        tensors[f"blk.4.{part}.weight"] = tensors[f"blk.2.{part}.weight"]
+    tensors["blk.4.nextn.eh_proj.weight"] = tensors["blk.2.attn_output.weight"]
+
+
+def _as_it_is(tensors: Tensors) -> None:
+    """Leave the tensors as they are."""
+
+
+def _with_other_norm(tensors: Tensors) -> None:
+    tensors["output_norm.weight"] = tensors.pop("token_embd_norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "added"),
+    [
+        ("qwen3.5", _from_ollama, {"attention.head_count_kv": [0, 0, 2, 0], "rope.dimension_sections": [11, 11, 10]}),
+        ("qwen3.5", _with_predicting_layer, {"block_count": 5, "nextn_predict_layers": 1}),
+        ("qwen3.5", _as_it_is, {"block_count": 5, "nextn_predict_layers": 1}),
+        ("lfm2", _with_other_norm, {"feed_forward_length": 144}),
+        ("qwen3.5 moe", _joined_experts, {}),
+        ("granite hybrid moe", _joined_experts, {}),
+        ("lfm2 moe", _joined_experts, {}),
+        ("qwen3.5", _joined_heads, {}),
+        ("lfm2", _joined_heads, {}),
+        ("granite hybrid", _joined_heads, {}),
+        ("nemotron h moe", _joined_heads, {}),
+        ("falcon h1", _joined_heads, {}),
+        ("qwen3 next", _joined_heads, {}),
+        ("qwen3 next", _joined_inputs, {}),
+    ],
+)
+def test_files_of_other_converters_have_the_same_logits(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path, name: str, change: Callable[[Tensors], None], added: Any
+) -> None:
+    source, path = made(name)[1], tmp_path / "other.gguf"
+    _rewrite(source, path, "", {f"{ARCHITECTURES[name][0]}.{key}": value for key, value in added.items()}, change)
+    np.testing.assert_array_equal(
+        logits_alone(_runner(path).runner, TOKEN_IDS), logits_alone(_runner(source).runner, TOKEN_IDS)
+    )
+
+
+@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "misshapen"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "named"),
+    [
+        ("qwen3.5", "ssm_conv1d.weight", r"model\.layers\.0\.linear_attn\.conv1d\.weight"),
+        ("qwen3.5", "ssm_a", r"model\.layers\.0\.linear_attn\.A_log"),
+        ("qwen3.5", "ssm_dt.bias", r"model\.layers\.0\.linear_attn\.dt_bias"),
+        ("qwen3.5", "ssm_norm.weight", r"model\.layers\.0\.linear_attn\.norm\.weight"),
+        ("qwen3.5", "ssm_alpha.weight", r"model\.layers\.0\.linear_attn\.in_proj_a\.weight"),
+        ("qwen3 next", "ssm_ba.weight", r"model\.layers\.0\.linear_attn\.in_proj_ba\.weight"),
+        ("lfm2", "shortconv.conv.weight", r"model\.layers\.0\.conv\.conv\.weight"),
+        ("granite hybrid", "ssm_d", r"model\.layers\.0\.mamba\.D"),
+        ("nemotron h moe", "ssm_norm.weight", r"model\.layers\.0\.mixer\.norm\.weight"),
+        ("falcon h1", "ssm_a", r"model\.layers\.0\.mamba\.A_log"),
+    ],
+)
+def test_a_small_tensor_that_is_missing_or_misshapen_is_named(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path, name: str, tensor: str, named: str, is_missing: bool
+) -> None:
+    stored = f"blk.0.{tensor}"
+
+    def change(tensors: Tensors) -> None:
+        numbers, kind = tensors.pop(stored)
+        if not is_missing:
+            tensors[stored] = numbers[:-1], kind
+
+    _rewrite(made(name)[1], tmp_path / "wrong.gguf", "", {}, change)
+    shown = rf"tensor {named} \({re.escape(stored)}\)"
+    refused = f"the checkpoint has no {shown}" if is_missing else rf"{shown} has shape \[.*\], the config says \[.*\]"
+    with pytest.raises(ConfigError, match=refused):
+        _runner(tmp_path / "wrong.gguf", "native")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "named"),
+    [
+        ("lfm2", "attention.causal", False, "is false, but tokens of LFM2 see only earlier ones"),
+        ("lfm2", "attention.sliding_window", 32, "is 32, but LFM2 with windows is not supported"),
+        ("granite hybrid", "rope.dimension_count", 8, "is 8 but must be 16, the channels of a head: of Bamba only"),
+    ],
+)
+def test_what_other_models_of_an_architecture_have_is_refused(
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path, name: str, key: str, value: Any, named: str
+) -> None:
+    """A file would otherwise be computed as if it did not say so."""
+    key = f"{ARCHITECTURES[name][0]}.{key}"
+    _rewrite(made(name)[1], tmp_path / "other.gguf", "", {key: value})
+    with pytest.raises(ConfigError, match=f"{re.escape(key)} {named}"):
+        open_model(str(tmp_path / "other.gguf"), lambda stage, done: None)
+
+
+def _rewrite(
+    source: Path, target: Path, removed: str, added: dict[str, Any], change: Callable[[Tensors], None] | None = None
+) -> None:
+    """Write a file again, with other settings, and with tensors that `change` has changed."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in ("general.architecture", removed, *added):
             is_list = field.types[0] == GGUFValueType.ARRAY
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1] if is_list else None)
     for name, value in added.items():
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        else:
-            writer.add_uint32(name, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        add: Any = {list: writer.add_array, bool: writer.add_bool}.get(type(value), writer.add_uint32)
+        add(name, value)
+    tensors: Tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    if change is not None:
+        change(tensors)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -113,10 +113,12 @@ def test_a_model_without_slots_is_refused(family: Family, name: str) -> None:
         load_model(str(family(name)), options, lambda stage, done: None)
 
 
+@pytest.mark.parametrize("runner", ["auto", "torch", "native"])
 @pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
-def test_ranks_are_refused(family: Family, name: str, setting: str) -> None:
-    options = runner_options(runner="torch", num_kv_blocks=64, state_slots=2, **{setting: 2})
+def test_ranks_are_refused(family: Family, name: str, setting: str, runner: str) -> None:
+    """No runner is recommended, because none has ranks for such a model; nor does a rank on another host change it."""
+    options = runner_options(runner=runner, num_kv_blocks=64, state_slots=2, remote_ranks=1, **{setting: 2})
     with pytest.raises(ConfigError, match=f"{setting} 2: a model with recurrent layers.* is computed by one rank"):
         load_model(str(family(name)), options, lambda stage, done: None)
 
@@ -150,7 +152,7 @@ def test_an_adapter_of_the_gate_of_shared_experts_is_refused_by_its_name(family:
     model = AutoModelForCausalLM.from_pretrained(family("qwen3.5 moe"), dtype=torch.float32)
     adapter = make_adapter(tmp_path / "adapter", model, only=("q_proj", "shared_expert_gate"))
     options = runner_options(runner="torch", num_kv_blocks=64, state_slots=2, lora={"adapter": adapter}, max_loras=1)
-    refused = r"has \S+shared_expert_gate\S+: adapters of routers and of such gates are not supported; train"
+    refused = r"has \S+shared_expert_gate\S+: adapters of the gate of shared experts are not supported; train"
     with pytest.raises(ConfigError, match=refused):
         load_model(str(family("qwen3.5 moe")), options, lambda stage, done: None)
 
