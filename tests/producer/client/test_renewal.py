@@ -21,7 +21,6 @@ from penstock.queue.broker import history
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 
 
-
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LOOK_S", 0.02)
