@@ -44,7 +44,7 @@ class Deadline:
 
 
 def _told(what: Told, seen: object) -> str:
-    return f"{what() if callable(what) else what} (seen last: {seen!r})"
+    return f"{what() if callable(what) else what} (seen last: {seen!r:.2000})"
 
 
 class _Pauses:
