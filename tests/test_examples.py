@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess, run_python
+from fakes.waiting import wait_until
 from faults.tools.redis_process import free_port
 from safetensors.numpy import save_file
 
@@ -128,10 +128,7 @@ def served(redis_url: str, name: str, *words: str) -> Iterator[httpx.Client]:
         stack.callback(process.wait, 30)
         stack.callback(process.terminate)
         client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60))
-        until_s = time.monotonic() + 60
-        while not accepts(int(port)):
-            assert process.poll() is None and time.monotonic() < until_s
-            time.sleep(0.05)
+        wait_until(lambda: accepts(int(port)), meanwhile=lambda: process.poll() is None)
         yield client
 
 
@@ -236,10 +233,9 @@ def test_celery_beat(redis_of_node: str, tmp_path: Path) -> None:
         stack.callback(worker.terminate)
         client = stack.enter_context(Client(redis_of_node))
         known = {job.job_id for job in client.jobs(limit=100).jobs}
-        until_s = time.monotonic() + 60
-        while len([job for job in client.jobs(limit=100).jobs if job.outcome and job.job_id not in known]) < 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.1)
+        wait_until(
+            lambda: len([job for job in client.jobs(limit=100).jobs if job.outcome and job.job_id not in known]) >= 2
+        )
         assert run(redis_of_node, "celery_beat").strip()
 
 
@@ -298,10 +294,10 @@ def test_django_app(redis_of_node: str) -> None:
         client = stack.enter_context(served(redis_of_node, "django_app", *words))
         task = client.post("/describe", data={"product": "a kettle"})
         assert task.status_code == 202
-        until_s = time.monotonic() + 60
-        while (answer := client.get(f"/answers/{task.json()['task']}").json()).get("state") != "SUCCESS":
-            assert "error" not in answer and time.monotonic() < until_s
-            time.sleep(0.1)
+        path = f"/answers/{task.json()['task']}"
+        answer = wait_until(
+            lambda: client.get(path).json(), lambda one: one.get("state") == "SUCCESS" or "error" in one
+        )
         assert answer["text"].strip()
         assert client.post("/describe", data={"product": ""}).status_code == 400
 

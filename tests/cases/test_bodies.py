@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes.served_model import TOOL_TEMPLATE, served
+from fakes.waiting import wait_until
 from fixtures.tiny_model import make_tiny_model
 
 USER = {"role": "user", "content": "hi"}
@@ -259,8 +260,7 @@ def rows_of(door: httpx.Client, url: str, bodies: list[dict[str, Any]]) -> list[
     if url == "/v1/messages":
         requests = [{"custom_id": str(number), "params": body} for number, body in enumerate(bodies)]
         made = answer(door, "/v1/messages/batches", {"requests": requests})
-        while door.get(f"/v1/messages/batches/{made['id']}").json()["processing_status"] != "ended":
-            time.sleep(0.1)
+        wait_until(lambda: door.get(f"/v1/messages/batches/{made['id']}").json()["processing_status"] == "ended")
         lines = door.get(f"/v1/messages/batches/{made['id']}/results").text.split("\n")
         results = {row["custom_id"]: row["result"] for row in map(json.loads, filter(None, lines))}
         return [results[str(number)]["message"] for number in range(len(bodies))]
@@ -268,8 +268,9 @@ def rows_of(door: httpx.Client, url: str, bodies: list[dict[str, Any]]) -> list[
     file = {"file": ("rows.jsonl", "\n".join(map(json.dumps, rows)).encode())}
     sent = door.post("/v1/files", files=file, data={"purpose": "batch"}).json()
     made = answer(door, "/v1/batches", {"input_file_id": sent["id"], "endpoint": url, "completion_window": "24h"})
-    while (found := door.get(f"/v1/batches/{made['id']}").json())["status"] not in ("completed", "failed"):
-        time.sleep(0.1)
+    found = wait_until(
+        lambda: door.get(f"/v1/batches/{made['id']}").json(), lambda one: one["status"] in ("completed", "failed")
+    )
     files = [found[name] for name in ("output_file_id", "error_file_id") if found.get(name)]
     lines = [line for one in files for line in door.get(f"/v1/files/{one}/content").text.split("\n") if line]
     by_id = {row["custom_id"]: row for row in map(json.loads, lines)}

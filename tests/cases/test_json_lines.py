@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import RequestError
 from penstock.producer.batch.lines import check_file
@@ -39,11 +39,8 @@ def test_a_file_of_any_editor_is_run(door: httpx.Client, tmp_path: Path, name: s
     file = door.post("/v1/files", files={"file": ("rows.jsonl", FILES[name])}, data={"purpose": "batch"}).json()
     asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch = door.post("/v1/batches", json=asked).json()
-    for _ in range(600):
-        if batch["status"] in ("completed", "failed"):
-            break
-        time.sleep(0.1)
-        batch = door.get(f"/v1/batches/{batch['id']}").json()
+    batch_path = f"/v1/batches/{batch['id']}"
+    batch = wait_until(lambda: door.get(batch_path).json(), lambda one: one["status"] in ("completed", "failed"))
     assert batch["status"] == "completed", batch
     text = door.get(f"/v1/files/{batch['output_file_id']}/content").text
     found = sorted(json.loads(line)["custom_id"] for line in text.splitlines())

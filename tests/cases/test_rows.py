@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Tell the weather.", "parameters": WEATHER, "strict": True}
@@ -70,11 +70,8 @@ def batch_of(door: httpx.Client, url: str, *bodies: dict[str, Any]) -> dict[str,
 
 
 def lines_of(door: httpx.Client, batch: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    for _ in range(600):
-        if batch["status"] in ("completed", "failed"):
-            break
-        time.sleep(0.1)
-        batch = door.get(f"/v1/batches/{batch['id']}").json()
+    path = f"/v1/batches/{batch['id']}"
+    batch = wait_until(lambda: door.get(path).json(), lambda one: one["status"] in ("completed", "failed"))
     assert batch["status"] == "completed", batch
     file_id = batch[f"{kind}_file_id"]
     return [] if file_id is None else list(map(json.loads, door.get(f"/v1/files/{file_id}/content").text.splitlines()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes.served_model import TOOL_TEMPLATE, served
+from fakes.waiting import wait_until
 from fixtures.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(300)]
@@ -94,7 +94,7 @@ def job(door: httpx.Client, schema: Any) -> httpx.Response:
     }
     made = door.post("/v1/jobs", json=body)
     path = f"/v1/jobs/{made.json()['id']}"
-    return until(lambda: door.get(path), lambda job: job["state"] in ("succeeded", "failed"))
+    return wait_until(lambda: door.get(path), lambda job: job.json()["state"] in ("succeeded", "failed"))
 
 
 def batch(door: httpx.Client, schema: Any) -> httpx.Response:
@@ -105,16 +105,8 @@ def batch(door: httpx.Client, schema: Any) -> httpx.Response:
     file_id = door.post("/v1/files", data={"purpose": "batch"}, files=files).json()["id"]
     wanted = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     path = f"/v1/batches/{door.post('/v1/batches', json=wanted).json()['id']}"
-    ended = until(lambda: door.get(path), lambda found: found["status"] in ("completed", "failed")).json()
+    ended = wait_until(lambda: door.get(path).json(), lambda found: found["status"] in ("completed", "failed"))
     return door.get(f"/v1/files/{ended['output_file_id'] or ended['error_file_id']}/content")
-
-
-def until(look: Callable[[], httpx.Response], is_over: Callable[[Any], bool]) -> httpx.Response:
-    until_s = time.monotonic() + 60
-    while not is_over((answer := look()).json()):
-        assert time.monotonic() < until_s, answer.text
-        time.sleep(0.05)
-    return answer
 
 
 Door = Callable[[httpx.Client, Any], httpx.Response]

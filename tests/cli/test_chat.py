@@ -12,6 +12,7 @@ import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.terminal import CTRL_C, CTRL_D, ENTER, TerminalProcess
+from fakes.waiting import wait_until
 
 from penstock.contract.fields import option_of
 from penstock.contract.output import JobLedger
@@ -47,14 +48,8 @@ def say(terminal: TerminalProcess, text: str) -> None:
 
 def newest(redis_url: str, tenant: str, state: str) -> JobStatus:
     """Wait until the newest job of this tenant is in this state, and return it."""
-    deadline = time.monotonic() + 60
     with Client(redis_url, tenant=tenant) as client:
-        while True:
-            (job, *_) = client.jobs(limit=1).jobs
-            if job.state == state:
-                return job
-            assert time.monotonic() < deadline, f"the job is {job.state}, not {state}"
-            time.sleep(0.05)
+        return wait_until(lambda: client.jobs(limit=1).jobs[0], lambda job: job.state == state)
 
 
 def prompt_tokens(ledger: JobLedger) -> int:

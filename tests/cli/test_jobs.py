@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
 from fakes.terminal import CTRL_C, ENTER, TerminalProcess
+from fakes.waiting import wait_until
 from faults.tools.redis_process import RedisProcess, find_libfaketime
 
 from penstock.producer.client import Client
@@ -293,11 +293,11 @@ def test_an_export_that_is_killed_three_times_has_each_job_once(pool: str, tmp_p
 
 
 def _wait_for_lines(path: Path, least: int, process: PythonProcess) -> None:
-    until_s = time.monotonic() + 60
-    while not path.exists() or path.read_bytes().count(b"\n") < least:
-        assert time.monotonic() < until_s
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+    wait_until(
+        lambda: path.exists() and path.read_bytes().count(b"\n") >= least,
+        what=process.communicate,
+        meanwhile=lambda: process.poll() is None,
+    )
 
 
 def _rows_of(path: Path) -> list[Any]:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fakes.waiting import until, wait_until
 
 from penstock.cli import child_logs, processes
 from penstock.cli.child_logs import reason_in, relay_of
@@ -63,11 +64,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_dead(pids: list[int], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "still alive"
-        time.sleep(0.02)
+def wait_until_dead(pids: list[int]) -> None:
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), what="still alive")
 
 
 async def test_ready_event_is_returned_and_logs_go_to_the_sink() -> None:
@@ -199,8 +197,7 @@ async def test_cancelled_context_still_ends_the_children() -> None:
             await supervisor.until_one_dies()
 
     task = asyncio.create_task(hold())
-    while not children:
-        await asyncio.sleep(0.01)
+    await until(lambda: children)
     await children[0].ready(timeout_s=60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -241,8 +238,7 @@ async def test_part_that_ends_is_restarted_after_growing_pauses(
         child = await supervisor.start(part)
         await child.ready()
         keeper = asyncio.create_task(keep_child(supervisor, child, part, said.append))
-        while said.count("node serves again") < 2 or path.read_text() != "...":
-            await asyncio.sleep(0.01)
+        await until(lambda: said.count("node serves again") >= 2 and path.read_text() == "...")
         (kept,) = supervisor.children
         assert is_alive(kept.pid)
         keeper.cancel()
@@ -271,9 +267,7 @@ async def test_a_part_starts_again_when_the_machine_can_fork_again(
         child = await supervisor.start(part)
         await child.ready()
         keeper = asyncio.create_task(keep_child(supervisor, child, part, said.append))
-        while "node serves again" not in said:
-            assert not keeper.done()
-            await asyncio.sleep(0.01)
+        await until(lambda: "node serves again" in said, meanwhile=lambda: not keeper.done())
         keeper.cancel()
     assert "node does not start: [Errno 12] Cannot allocate memory" in said
 

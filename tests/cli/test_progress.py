@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import re
 
 import pytest
+from fakes.waiting import until
 
 from penstock.cli.loading_progress import LoadingProgress
 from penstock.runtime import logging as runtime_logging
@@ -44,8 +44,7 @@ async def test_a_log_gets_a_line_at_a_slow_pace(
         async with progress.shown():
             for done in range(1000):
                 progress.update({"event": "progress", "stage": "download", "fraction": done / 1000})
-            while len(caplog.records) < 2:
-                await asyncio.sleep(0.005)
+            await until(lambda: len(caplog.records) >= 2)
     said = [vars(record) for record in caplog.records]
     assert {(one["message"], one["model"], one["stage"]) for one in said} == {
         ("downloading the model from the hub", "some-model", "download")

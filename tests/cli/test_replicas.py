@@ -16,6 +16,7 @@ import psutil
 import pytest
 from fakes.command import call_command, run_command
 from fakes.processes.python_process import PythonProcess, run_python
+from fakes.waiting import wait_until
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.cli import replicas
@@ -240,10 +241,7 @@ class Replicas:
         return pid
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not is_so():
-            assert time.monotonic() < deadline_s and self.process.poll() is None, self.said
-            time.sleep(0.05)
+        wait_until(is_so, what=lambda: self.said, meanwhile=lambda: self.process.poll() is None)
 
     def close(self) -> None:
         if self.process.poll() is None:

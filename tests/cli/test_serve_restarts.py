@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import psutil
 import pytest
 from fakes.processes.python_process import PythonProcess, run_python
+from fakes.waiting import wait_until
 from fixtures.tiny_model import make_tiny_model
 
 from penstock import Client
@@ -75,12 +75,7 @@ class Serving:
         raise AssertionError(part)
 
     def wait_for(self, line: str) -> str:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s:
-            if found := [said for said in self.said if line in said]:
-                return found[-1]
-            time.sleep(0.02)
-        raise AssertionError(self.said)
+        return wait_until(lambda: [said for said in self.said if line in said], what=lambda: self.said)[-1]
 
 
 def read_all(name: str) -> Iterator[tuple[int, str]]:
@@ -114,9 +109,7 @@ def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, par
         f"{part} ended with status 137 (SIGKILL, as the system does when memory runs out); it starts again {again}"
     )
     serving.wait_for(f"{part} serves again")
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not serving.answers():
-        assert time.monotonic() < deadline_s, serving.said
+    wait_until(serving.answers, what=lambda: serving.said)
     assert serving.process.poll() is None
 
 
@@ -134,9 +127,7 @@ def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypa
     second.wait_for(f"the Redis of process {first.process.pid} has ended")
     third = Serving(folders[2])
     second.wait_for("redis serves again")
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not second.answers():
-        assert time.monotonic() < deadline_s, second.said
+    wait_until(second.answers, what=lambda: second.said)
     for one in (second, third):
         one.close()
     first.process.communicate()

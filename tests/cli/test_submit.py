@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess, run_python
+from fakes.waiting import until
 
 from penstock.contract.fields import option_of
 from penstock.contract.job import QueueFields
@@ -100,10 +100,7 @@ async def _until_idle(redis_url: str) -> None:
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
-        deadline = time.monotonic() + 60
-        while await redis.scard("penstock:{reference}:open"):
-            assert time.monotonic() < deadline, "the job still runs"
-            await asyncio.sleep(0.05)
+        await until(lambda: redis.scard("penstock:{reference}:open"), lambda seen: not seen, what="the job still runs")
 
 
 def test_error_without_a_redis_says_how_to_name_one() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from fakes.waiting import wait_until
 
 from penstock.runtime.embedded_redis import find_redis_server
 
@@ -57,9 +58,7 @@ def serving(folder: Path, rules: str) -> Iterator[Path]:
     socket = folder / "s"
     options = ("--port", "0", "--unixsocket", str(socket), "--aclfile", str(folder / "users.acl"), "--save", "")
     process = subprocess.Popen([find_redis_server(), *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    while not socket.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until(socket.exists, meanwhile=lambda: process.poll() is None)
     yield socket
     process.kill()
     process.wait()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import select
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from fakes.processes.python_process import PythonProcess
+from fakes.waiting import Deadline
 
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
@@ -31,26 +31,26 @@ class TerminalProcess:
         """Press these keys."""
         os.write(self._terminal, text.encode())
 
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
+    def wait_for(self, text: str) -> str:
         """Return what follows on the screen up to this text, which must come."""
-        return self._read_until(lambda new: new.find(text) + len(text) if text in new else 0, repr(text), timeout_s)
+        return self._read_until(lambda new: new.find(text) + len(text) if text in new else 0, repr(text))
 
-    def wait_for_more(self, num_characters: int, timeout_s: float = 60.0) -> str:
+    def wait_for_more(self, num_characters: int) -> str:
         """Return the next characters on the screen, this many."""
         wanted = f"{num_characters} characters"
-        return self._read_until(lambda new: num_characters * (len(new) >= num_characters), wanted, timeout_s)
+        return self._read_until(lambda new: num_characters * (len(new) >= num_characters), wanted)
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """Return the program's exit status."""
         return self._process.wait(timeout_s)
 
-    def _read_until(self, end_in: Callable[[str], int], wanted: str, timeout_s: float) -> str:
+    def _read_until(self, end_in: Callable[[str], int], wanted: str) -> str:
         """Return the unread part of the screen up to the index that `end_in` returns (0: not yet)."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline()
         while not (end := end_in(self.screen[self._num_read :])):
-            readable, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
-            assert readable, f"{wanted} did not come on the screen:\n{self.screen}"
-            self.screen += os.read(self._terminal, 4096).decode(errors="replace")
+            deadline.check(lambda: f"{wanted} did not come on the screen:\n{self.screen}")
+            if select.select([self._terminal], [], [], 1.0)[0]:
+                self.screen += os.read(self._terminal, 4096).decode(errors="replace")
         start, self._num_read = self._num_read, self._num_read + end
         return self.screen[start : self._num_read]
 

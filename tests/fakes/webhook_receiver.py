@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
+from fakes.waiting import wait_until
+
 ALLOWED = {"webhook_allow_http": True, "webhook_allowed_networks": ("127.0.0.0/8",)}
 """Settings of a gateway that may deliver to a receiver of this machine."""
 
@@ -110,15 +112,13 @@ class WebhookReceiver:
         self._server = self._make()
         self._thread = self._start()
 
-    def wait_for(self, count: int, timeout_s: float = 60.0, path: str | None = None) -> list[Received]:
+    def wait_for(self, count: int, path: str | None = None) -> list[Received]:
         """Wait until that many requests arrived (on a path), and return them."""
-        until_s = time.monotonic() + timeout_s
-        while True:
-            found = [one for one in list(self.received) if path in (None, one.path)]
-            if len(found) >= count:
-                return found
-            assert time.monotonic() < until_s, f"{len(found)} of {count} webhooks arrived"
-            time.sleep(0.02)
+        return wait_until(
+            lambda: [one for one in list(self.received) if path in (None, one.path)],
+            lambda found: len(found) >= count,
+            what=f"{count} webhooks",
+        )
 
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("content-length") or 0)

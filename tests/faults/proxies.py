@@ -6,9 +6,8 @@ import asyncio
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,6 +15,7 @@ from typing import Literal, get_args
 import httpx
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import wait_until
 from faults.tools.http_reader import HttpReading, http_client
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess, free_port
@@ -72,20 +72,16 @@ def proxy(name: ProxyName, folder: Path, gateways: tuple[int, int]) -> Iterator[
         env = {"HOME": str(folder), "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
         process = subprocess.Popen([program, *words[name]], stderr=log, stdout=log, cwd=folder, env=env)
         try:
-            ends_s = time.monotonic() + PATIENCE_S
-            while not _answers(f"http://127.0.0.1:{port}/health"):
-                assert process.poll() is None and time.monotonic() < ends_s, (folder / "proxy.log").read_text()
-                time.sleep(0.05)
+            wait_until(
+                lambda: httpx.get(f"http://127.0.0.1:{port}/health").is_success,
+                what=(folder / "proxy.log").read_text,
+                but=httpx.TransportError,
+                meanwhile=lambda: process.poll() is None,
+            )
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(PATIENCE_S)
-
-
-def _answers(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(url).is_success
-    return False
 
 
 async def behind_proxy(name: ProxyName, folder: Path, *, num_streams: int = 12) -> Proxied:

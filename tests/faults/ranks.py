@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import psutil
 from fakes.ties import num_departures
+from fakes.waiting import wait_until
 from faults.tools.redis_process import RedisProcess
 from faults.tools.report import Measurement, quantile, record
 from fixtures.tiny_model import make_tiny_model
@@ -425,11 +426,8 @@ async def run(runner: Runner, campaign: Campaign) -> None:
 
 def _check_that_nothing_is_left(model: Path, own: set[int], ports: set[int]) -> None:
     """Assert that no other process names the model, such as a rank or its guard, and that no port is in use."""
-    ends_s = time.monotonic() + GUARD_S
     # A guard looks every second whether its owner has ended.
-    while left := {pid: command for pid, command in _commands_with(model).items() if pid not in own}:
-        assert time.monotonic() < ends_s, f"processes are left: {left}"
-        time.sleep(0.1)
+    wait_until(lambda: _commands_with(model).keys() - own, lambda left: not left, within_s=GUARD_S)
     listening = {one.laddr.port for one in psutil.net_connections() if one.status == psutil.CONN_LISTEN}
     assert not ports & listening, f"ports are left: {ports & listening}"
 

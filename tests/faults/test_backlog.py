@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fakes.cover import FULL
 from fakes.fake_node import MODEL, POOL, FakeNode
+from fakes.waiting import until
 from faults import backlog
 from faults.tools.backlog_entries import ENTRIES, Answers, Requests
 from faults.tools.backlog_memory import LargeJobs, ended_jobs
@@ -119,8 +120,7 @@ async def test_a_result_that_another_reader_has_freed_is_noticed(redis_url: str,
     with backlog.large_node(redis_url):
         jobs = LargeJobs(backlog.POOL, 3, num_chars=20, max_tokens=300)
         await jobs.submit(redis_url)
-        while await ended_jobs(redis, backlog.POOL) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: ended_jobs(redis, backlog.POOL), lambda seen: seen >= 3)
         await redis.delete(keys.result(jobs.ids[1]), keys.log(jobs.ids[1]))
         with pytest.raises(NotFoundError):
             await jobs.read_and_free(redis_url)

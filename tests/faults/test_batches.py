@@ -20,6 +20,7 @@ from fakes.processes.python_process import PythonProcess
 from fakes.processes.reference_engine import ReferenceEngine, reference_choice, reference_tokens, text_of
 from fakes.processes.running_node import running_node
 from fakes.queue.older_history import saved, set_back
+from fakes.waiting import until
 from faults import batches
 from faults.tools.backlog_entries import Requests
 from faults.tools.batch_kills import Ended, Line, problems_of
@@ -76,11 +77,12 @@ async def fields_of(redis: Any, batch_id: str) -> dict[bytes, bytes]:
 
 async def until_done(redis: Any, batch_id: str, num_rows: int, token: int = 1) -> int:
     """Wait until a holder of at least this token runs the batch, and so many rows are committed. Return the token."""
-    while True:
-        fields = await fields_of(redis, batch_id)
-        if int(fields[b"token"]) >= token and int(fields[b"completed"]) >= num_rows:
-            return int(fields[b"token"])
-        await asyncio.sleep(0.01)
+    fields = await until(
+        lambda: fields_of(redis, batch_id),
+        lambda found: int(found[b"token"]) >= token and int(found[b"completed"]) >= num_rows,
+        within_s=TIMEOUT_S,
+    )
+    return int(fields[b"token"])
 
 
 def holder_of(gateways: Sequence[GatewayProcess], token: int) -> GatewayProcess:
@@ -213,8 +215,7 @@ async def test_a_worker_goes_on_when_no_gateway_is_left(
             waiting = PythonProcess("-m", "penstock", "batch", "wait", batch_ids[0], env=env)
             await until_done(redis, batch_ids[1], 0, 1)
             with process(*WORKER, log=log, PENSTOCK_REDIS_URL=redis_url):
-                while "this worker takes batches" not in log.read_text():
-                    await asyncio.sleep(0.05)
+                await until(lambda: "this worker takes batches" in log.read_text())
                 gateway.kill()
                 await records.pause(batch_ids[0], "ann", paused=False)
                 assert await ended(client, batch_ids[0])
@@ -222,11 +223,9 @@ async def test_a_worker_goes_on_when_no_gateway_is_left(
                 await asyncio.sleep(KEY_TTL_S)
                 before = (await records.find(batch_ids[1])).num_completed
                 await records.pause(batch_ids[1], "ann", paused=False)
-                while "is revoked" not in (await records.find(batch_ids[1])).waiting:
-                    await asyncio.sleep(0.05)
+                await until(lambda: records.find(batch_ids[1]), lambda seen: "is revoked" in seen.waiting)
                 await records.cancel(batch_ids[1], "ann")
-                while (stopped := await records.find(batch_ids[1])).status != "cancelled":
-                    await asyncio.sleep(0.05)
+                stopped = await until(lambda: records.find(batch_ids[1]), lambda stopped: stopped.status == "cancelled")
         assert (stopped.num_completed, stopped.num_failed) == (before, num_rows - before)
         with GatewayProcess(redis_url, port=port):
             answer = await asyncio.to_thread(waiting.communicate, timeout=TIMEOUT_S)
@@ -252,11 +251,12 @@ async def make_without_gateway(client: AsyncClient, folder: Path, num_rows: int)
 
 async def ended(client: AsyncClient, batch_id: str, mortal: GatewayProcess | None = None) -> bool:
     """Wait until the batch has ended, and return true; or until the gateway that may die has died."""
-    while (await client.batches.find(batch_id)).status != "completed":
-        if mortal is not None and not mortal.is_running:
-            return False
-        await asyncio.sleep(0.02)
-    return True
+    batch = await until(
+        lambda: client.batches.find(batch_id),
+        lambda found: found.status == "completed" or (mortal is not None and not mortal.is_running),
+        within_s=TIMEOUT_S,
+    )
+    return bool(batch.status == "completed")
 
 
 async def test_a_row_whose_result_cannot_be_read_fails_and_its_batch_ends(
@@ -311,8 +311,7 @@ async def test_a_known_model_without_a_node_waits_for_one(
             pass
         batch_id = await make_without_gateway(client, tmp_path, 100)
         with GatewayProcess(redis_url):
-            while (await client.pressure(POOL)).num_queued != (0, 0, 0, 0, 0, 64):
-                await asyncio.sleep(0.05)
+            await until(lambda: client.pressure(POOL), lambda seen: seen.num_queued == (0, 0, 0, 0, 0, 64))
             batch = await client.batches.find(batch_id)
             assert (batch.status, batch.num_completed) == ("in_progress", 0)
             async with FakeNode(redis_url):
@@ -330,8 +329,7 @@ async def test_a_worker_that_is_stopped_gives_its_batches_back(
     async with FakeNode(redis_url, step_s=0.05), AsyncClient(redis_url) as client, asyncio.timeout(TIMEOUT_S):
         batch_id = await make_without_gateway(client, tmp_path / "files", NUM_ROWS)
         with process(*words, log=log, PENSTOCK_REDIS_URL=redis_url) as worker:
-            while not (await client.batches.find(batch_id)).num_completed:
-                await asyncio.sleep(0.05)
+            await until(lambda: client.batches.find(batch_id), lambda seen: seen.num_completed)
             worker.terminate()
             assert await asyncio.to_thread(worker.wait, TIMEOUT_S) == 0
         # Not after a lease only.
@@ -430,12 +428,10 @@ async def test_a_batch_whose_parts_redis_lost_has_each_row_once(
         batch_id = await make_without_gateway(client, tmp_path, num_rows)
         files = Files(FilesSettings(url=str(tmp_path), batch_lease_s=60), client.files)
         holder = asyncio.create_task(BatchHolder(client, files, client.batches).run())
-        while not (await client.batches.find(batch_id)).num_completed:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.batches.find(batch_id), lambda seen: seen.num_completed)
         before = await saved(redis)
         completed = (await client.batches.find(batch_id)).num_completed
-        while (await client.batches.find(batch_id)).num_completed == completed:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.batches.find(batch_id), lambda seen: seen.num_completed != completed)
         await set_back(redis, before)
         async with asyncio.timeout(SECONDS_LESS_THAN_A_LEASE):
             await ended(client, batch_id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 import httpx
 from fakes.fake_node import POOL, FakeNode
+from fakes.waiting import until
 from faults.tools.processes import GatewayProcess
 
 from penstock.contract.job import SamplingParams
@@ -65,9 +67,8 @@ async def test_another_gateway_finishes_the_actions_of_killed_ones(redis_url: st
                 await redis.hset(keys.bulk(POOL, bulk_ids[-1]), "lease_until", 0)  # as if LEASE_MS had passed
                 await client.submit_unread("later", tags=[action], not_before_s=600)
             for bulk_id in bulk_ids:
-                async with asyncio.timeout(TIMEOUT_S):
-                    while (report := await report_of(http, other.url, bulk_id))["state"] == "running":
-                        await asyncio.sleep(0.1)
+                look = partial(report_of, http, other.url, bulk_id)
+                report = await until(look, lambda one: one["state"] != "running", within_s=TIMEOUT_S)
                 assert [report[name] for name in ("changed", "already_over", "failed")] == [NUM_JOBS, 0, 0]
             states = await asyncio.gather(*(client.status(job_id) for some in ids.values() for job_id in some))
             assert {status.state for status in states} == {"cancelled"}

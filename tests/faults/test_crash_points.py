@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import until
 from faults.tools.http_reader import HttpReading, http_client
 from faults.tools.processes import GatewayProcess, ReaderProcess
 from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
@@ -77,8 +78,7 @@ async def kill_a_node(redis: Redis, url: str, point: str, *, is_stopped: bool = 
         else:
             client = await AsyncClient(url).connect()
             reading = asyncio.create_task(read_all(client, works))
-            while dying.is_running and not await holder(redis, works[0].id):
-                await asyncio.sleep(0.01)
+            await until(lambda: holder(redis, works[0].id), lambda seen: not dying.is_running or seen)
             if is_stopped:
                 dying.signal(signal.SIGTERM)
         with NodeProcess(url, step_s=STEP_S, name="living", **SETTINGS):

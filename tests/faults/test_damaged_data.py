@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any, cast
 
 from fakes.cover import FULL
 from fakes.processes.node_process import NodeProcess
 from fakes.queue.damage import damage, hows_of, means_what_it_says
+from fakes.waiting import Deadline, until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -54,15 +55,14 @@ async def test_other_tenants_jobs_end_beside_damaged_data_and_the_node_stays(red
     random, broker, problems = Random(68), ProducerBroker(redis), list[str]()
     doorbells = cast(Any, redis)
     with NodeProcess(redis_url, step_s=0.01, name="stays", pool=POOL, lease_ms=3000) as node:
-        while not (before := await doorbells.zrange(keys.nodes(POOL), 0, -1)):
-            await asyncio.sleep(0.02)
+        before = await until(lambda: doorbells.zrange(keys.nodes(POOL), 0, -1))
         for _ in range(NUM_CASES):
             is_running = random.random() < 0.5
             if not is_running:
                 await doorbells.hset(keys.paused(POOL), "pool", 1)
             target = await _submit(broker, "a", 200)
-            while is_running and await _state(broker, target, "a") == "queued":
-                await asyncio.sleep(0.005)
+            if is_running:
+                await until(partial(_state, broker, target, "a"), lambda state: state != "queued")
             name, inside, kind = random.choice(await _places(doorbells, target))
             how = random.choice([how for how in hows_of(kind) if not means_what_it_says(name, inside, how)])
             await damage(redis, name, inside, kind, how)
@@ -70,10 +70,10 @@ async def test_other_tenants_jobs_end_beside_damaged_data_and_the_node_stays(red
             await doorbells.hdel(keys.paused(POOL), "pool")
             for one in await doorbells.zrange(keys.nodes(POOL), 0, -1):
                 await doorbells.publish(keys.doorbell(POOL, one.decode()), "")
-            began_s = time.monotonic()
+            deadline = Deadline(PATIENCE_S * BUSY)
             while [one for one in others.items() if await _state(broker, one[1], one[0]) not in TERMINAL_STATES]:
                 await asyncio.sleep(0.01)
-                if time.monotonic() - began_s > PATIENCE_S * BUSY:
+                if not deadline.left_s():
                     problems.append(f"{name} {inside!r} {how} {'running' if is_running else 'queued'}")
                     break
             for tenant, job_id in others.items():

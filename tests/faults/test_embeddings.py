@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import fake_embedding
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock import AsyncClient
@@ -18,10 +18,7 @@ from penstock.queue.broker.audit import audit
 
 
 async def until_taken(job: AsyncJob) -> None:
-    until_s = time.monotonic() + 60
-    while (await job.status()).state != "running":
-        assert time.monotonic() < until_s
-        await asyncio.sleep(0.02)
+    await until(job.status, lambda seen: seen.state == "running")
 
 
 async def test_embedding_of_a_killed_node_is_computed_by_another(redis: Redis, redis_url: str) -> None:

@@ -7,13 +7,13 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 from faults.gateway_kills import KeptGateway, num_jobs_of, run, undisturbed
 from faults.tools.answers import CASES, Answer, Case, Reader, same
 
@@ -68,10 +68,10 @@ def test_open_answers_go_on_at_the_next_gateway_byte_for_byte(held: Held, ends_b
     found: dict[str, Answer | Exception] = {}
     threads = [asking(reader, case, found) for reader, case in zip(readers, CASES, strict=True)]
     streams = [reader for reader, case in zip(readers, CASES, strict=True) if case.body.get("stream")]
-    until_s = time.monotonic() + 60
-    while not all(len(reader.answer.body) > 200 for reader in streams) or num_jobs_of(gateway.url) < before + 12:
-        assert time.monotonic() < until_s, [(reader.answer, found) for reader in readers]
-        time.sleep(0.05)
+    wait_until(
+        lambda: all(len(reader.answer.body) > 200 for reader in streams) and num_jobs_of(gateway.url) >= before + 12,
+        what=lambda: [(reader.answer, found) for reader in readers],
+    )
     with socket.create_connection(("127.0.0.1", gateway.port)) as half:
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         # Connections are accepted in order, so the gateway has accepted this one when it answers the next.
@@ -115,10 +115,7 @@ def test_a_gateway_whose_holder_is_killed_serves_on_and_says_so(held: Held) -> N
     children = [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     (holder,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "gateway-holder\n")
     os.kill(holder, signal.SIGKILL)
-    until_s = time.monotonic() + 60
-    while not any("the holder of the connections has ended" in line for line in gateway.log):
-        assert time.monotonic() < until_s, gateway.log
-        time.sleep(0.05)
+    wait_until(lambda: gateway.log, lambda log: any("the holder of the connections has ended" in line for line in log))
     assert not Path(f"/proc/{holder}").exists()
     with closing(Reader(gateway.port, at_once=1 << 16)) as reader:
         assert same(CASES[0], reader.ask(CASES[0], closes=False).body, held.expected[CASES[0].name])

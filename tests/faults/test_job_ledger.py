@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import wait_until
 from faults.tools.processes import GatewayProcess
 from faults.tools.work import check_settled
 
@@ -18,18 +18,14 @@ from penstock.queue.broker.connection import connect
 
 POOL = "ledger"
 LEASE_MS = 3000
-WAIT_S = 30.0
 
 
-def until(http: httpx.Client, job_id: str, state: str, *, num_chunks: int = 0) -> dict[str, Any]:
+def job_when(http: httpx.Client, job_id: str, state: str, *, num_chunks: int = 0) -> dict[str, Any]:
     """Return the job once it has this state and this number of chunks."""
-    end_s = time.monotonic() + WAIT_S
-    while True:
-        job: dict[str, Any] = http.get(f"/v1/jobs/{job_id}").json()
-        if job["state"] == state and job["num_chunks"] >= num_chunks:
-            return job
-        assert time.monotonic() < end_s, job
-        time.sleep(0.02)
+    return wait_until(
+        lambda: http.get(f"/v1/jobs/{job_id}").json(),
+        lambda job: job["state"] == state and job["num_chunks"] >= num_chunks,
+    )
 
 
 def chunks_of(http: httpx.Client, job_id: str, after: str = "") -> list[tuple[str, dict[str, Any]]]:
@@ -52,14 +48,14 @@ def test_job_of_a_killed_node_and_gateway_is_moved_and_read_whole(redis_url: str
         with httpx.Client(base_url=first.url, timeout=60) as http:
             body = {"prompt": "x" * 20, "params": {"max_tokens": 120, "seed": 5, "ignore_eos": True}}
             job_id = http.post("/v1/jobs", json=body).json()["id"]
-            running = until(http, job_id, "running", num_chunks=5)
+            running = job_when(http, job_id, "running", num_chunks=5)
         before = running["ledger"]["node"]
         nodes[before.rpartition("-")[0]].kill()
         first.kill()
 
-        with httpx.Client(base_url=second.url, timeout=WAIT_S) as http:
+        with httpx.Client(base_url=second.url, timeout=60) as http:
             whole = chunks_of(http, job_id)
-            job = until(http, job_id, "succeeded")
+            job = job_when(http, job_id, "succeeded")
             assert [chunk["index"] for _, chunk in whole] == list(range(len(whole)))
             assert "".join(chunk.get("text", "") for _, chunk in whole) == job["result"]["choices"][0]["text"]
             assert len(job["result"]["choices"][0]["token_ids"]) == 120

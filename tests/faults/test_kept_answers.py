@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 from faults.gateway_kills import STEP_S, KeptGateway, num_jobs_of, started
 from faults.tools.answers import CASES, TEXT, Answer, BrokenAnswerError, Case, Reader, same
 
@@ -119,10 +120,7 @@ def test_an_answer_that_kills_each_gateway_ends_with_an_error_event(redis_url: s
         found: list[Answer] = []
         thread = threading.Thread(target=lambda: found.append(reader.ask(CHAT, closes=True)))
         thread.start()
-        until_s = time.monotonic() + 120
-        while len(reader.answer.body) < 200:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        wait_until(lambda: len(reader.answer.body) >= 200, within_s=120)
         gateway.kill()
         thread.join(300)
         assert b'"code":"gateway_stopped"' in found[0].body and found[0].body.endswith(b"\n\n")
@@ -164,20 +162,13 @@ def test_a_client_that_closes_while_no_gateway_runs_ends_its_job(redis_url: str,
         descriptors = len(os.listdir(f"/proc/{gateway.process.pid}/fd"))
         reader = Reader(gateway.port, at_once=1 << 16)
         threading.Thread(target=until_closed, args=(reader,), daemon=True).start()
-        until_s = time.monotonic() + 120
-        while len(reader.answer.body) < 200:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        wait_until(lambda: len(reader.answer.body) >= 200, within_s=120)
         gateway.kill()
         reader._connection.shutdown(socket.SHUT_RDWR)
         reader.close()
         gateway.wait_until_it_serves_again()
-        while "cancelled" not in (states := httpx.get(f"{gateway.url}/v1/jobs", timeout=60).text):
-            assert time.monotonic() < until_s + 60, states
-            time.sleep(0.2)
-        while len(os.listdir(f"/proc/{gateway.process.pid}/fd")) > descriptors:
-            assert time.monotonic() < until_s + 120
-            time.sleep(0.2)
+        wait_until(lambda: httpx.get(f"{gateway.url}/v1/jobs", timeout=60).text, lambda jobs: "cancelled" in jobs)
+        wait_until(lambda: len(os.listdir(f"/proc/{gateway.process.pid}/fd")) <= descriptors)
         engine.may_go_on.set()
 
 

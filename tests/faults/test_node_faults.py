@@ -12,6 +12,7 @@ import pytest
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceEngine, reference_tokens
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from faults.tools.proxy import FaultProxy
 from faults.tools.road import read
 from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
@@ -34,11 +35,16 @@ SLOW_STEP_S = 0.2
 
 async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure], bool]) -> NodePressure:
     """Wait until a node's own statistics fulfill the condition, and return them."""
-    while True:
-        for node in (await ProducerBroker(redis).pressure(POOL)).nodes:
-            if node.node_id.startswith(f"{name}-") and reached(node):
-                return node
-        await asyncio.sleep(0.02)
+
+    async def found() -> list[NodePressure]:
+        nodes = (await ProducerBroker(redis).pressure(POOL)).nodes
+        return [node for node in nodes if node.node_id.startswith(f"{name}-") and reached(node)]
+
+    return (await until(found))[0]
+
+
+async def holders(redis: Redis, works: list[Work]) -> set[str]:
+    return {await holder(redis, work.id) for work in works}
 
 
 # Zombies -----------------------------------------------------------------------------------------
@@ -51,15 +57,13 @@ async def test_a_node_that_resumes_after_its_lease_expired_writes_nothing_and_st
     with NodeProcess(redis_url, step_s=SLOW_STEP_S, name="zombie", **SETTINGS) as zombie:
         async with AsyncClient(redis_url) as client:
             reading = [asyncio.create_task(read(client, work)) for work in works]
-            while min(work.num_seen for work in works) < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: min(work.num_seen for work in works) >= 5)
             known = await pressure_of(redis, "zombie", lambda node: node.num_jobs == len(works))
             # As of a heartbeat that has just been sent, however late it was.
             fresh = await pressure_of(redis, "zombie", lambda node: node.num_steps > known.num_steps)
             zombie.signal(signal.SIGSTOP)
             with NodeProcess(redis_url, step_s=0.02, name="living", **SETTINGS):
-                while {await holder(redis, work.id) for work in works} != {"living"}:
-                    await asyncio.sleep(0.05)
+                await until(lambda: holders(redis, works), lambda seen: seen == {"living"})
                 zombie.signal(signal.SIGCONT)
                 idle = await pressure_of(redis, "zombie", lambda node: node.num_jobs == node.num_running == 0)
                 await asyncio.gather(*reading)
@@ -82,19 +86,16 @@ async def test_a_partitioned_node_rejoins_and_serves(redis_server: str, redis: R
         async with running_node(proxy.url, cut_off, pool=POOL) as first, AsyncClient(redis_url) as client:
             works = [new_work(POOL, 100, **kind) for kind in KINDS]
             reading = [asyncio.create_task(read(client, work)) for work in works]
-            while min(work.num_seen for work in works) < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: min(work.num_seen for work in works) >= 5)
             proxy.set_black_hole(on=True)
             async with running_node(redis_url, living, pool=POOL):
                 await asyncio.gather(*reading)
             proxy.set_black_hole(on=False)
             proxy.cut()
-            while not (await client.pressure(POOL)).nodes:
-                await asyncio.sleep(0.05)
+            await until(lambda: client.pressure(POOL), lambda seen: seen.nodes)
             again = new_work(POOL, 20)
             await read(client, again)
-            while len(first.held_jobs):
-                await asyncio.sleep(0.01)
+            await until(lambda: not len(first.held_jobs))
         for work in (*works, again):
             work.check()
         await check_logs(redis, works)
@@ -132,8 +133,7 @@ async def test_a_node_whose_engine_hangs_ends_and_its_jobs_move(redis: Redis, re
     with hung:
         async with AsyncClient(redis_url) as client:
             reading = [asyncio.create_task(read(client, work)) for work in works]
-            while not await holder(redis, works[0].id):
-                await asyncio.sleep(0.01)
+            await until(lambda: holder(redis, works[0].id))
             with NodeProcess(redis_url, step_s=0.01, name="living", **SETTINGS):
                 assert await asyncio.to_thread(hung.wait) not in (0, -signal.SIGKILL)
                 await asyncio.gather(*reading)
@@ -149,8 +149,7 @@ async def test_a_node_whose_loop_hangs_ends_and_its_jobs_move(redis: Redis, redi
         async with AsyncClient(redis_url) as client:
             reading = [asyncio.create_task(read(client, work)) for work in works]
             # The first text that it takes hangs it, so it may never take the others.
-            while "hung" not in {await holder(redis, work.id) for work in works}:
-                await asyncio.sleep(0.01)
+            await until(lambda: holders(redis, works), lambda seen: "hung" in seen)
             with NodeProcess(redis_url, step_s=0.01, name="living", **SETTINGS):
                 assert await asyncio.to_thread(hung.wait) == -signal.SIGABRT
                 assert "the event loop stands still" in hung.log

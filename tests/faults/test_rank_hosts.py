@@ -11,12 +11,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.ties import num_departures
+from fakes.waiting import until
 from faults.tools.redis_process import RedisProcess
 from fixtures.tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -137,13 +138,6 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
             host.delete()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():
-            await asyncio.sleep(0.02)
-
-
 async def test_a_cut_link_costs_streams_no_token_and_ranks_listen_at_the_named_address_alone(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -160,9 +154,12 @@ async def test_a_cut_link_costs_streams_no_token_and_ranks_listen_at_the_named_a
             *("--rank-address", join, "--rank-stall-s", str(STALL_S), "--lease-ms", "6000"),
         )
         async with AsyncClient(redis.url) as client:
-            while not await client.pools(renewed=True):
-                assert first.processes[0].poll() is None, first.log.read_text()
-                await asyncio.sleep(0.1)
+            await until(
+                lambda: client.pools(renewed=True),
+                within_s=PATIENCE_S,
+                what=first.log.read_text,
+                meanwhile=lambda: first.processes[0].poll() is None,
+            )
             found: dict[str, list[int]] = {prompt: [] for prompt in PROMPTS}
 
             async def read(prompt: str) -> None:
@@ -174,12 +171,12 @@ async def test_a_cut_link_costs_streams_no_token_and_ranks_listen_at_the_named_a
             async with asyncio.TaskGroup() as group:
                 for prompt in PROMPTS:
                     group.create_task(read(prompt))
-                await until(lambda: all(found.values()))
+                await until(lambda: all(found.values()), within_s=PATIENCE_S)
                 second.set_link("down")
                 cut_s = time.monotonic()
                 assert all(len(tokens) < NUM_TOKENS for tokens in found.values())
                 assert (first.listening(), second.listening()) == ({ADDRESSES[0]}, {ADDRESSES[1]})
-                await until(lambda: first.has_logged("the ranks are lost"))
+                await until(lambda: first.has_logged("the ranks are lost"), within_s=PATIENCE_S)
                 # The exchange of the step has 2 s to fail, once the node has given the rank up.
                 assert STALL_S - 0.5 < time.monotonic() - cut_s < STALL_S + 6
                 second.set_link("up")
@@ -187,7 +184,7 @@ async def test_a_cut_link_costs_streams_no_token_and_ranks_listen_at_the_named_a
         first.stop()
         second.stop()
         # A guard ends what `penstock rank` has started, once that has ended.
-        await until(lambda: not first.pids() + second.pids())
+        await until(lambda: not first.pids() + second.pids(), within_s=PATIENCE_S)
     tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = [(tokenizer.encode(prompt), tokens) for prompt, tokens in found.items()]
     assert all(len(tokens) == NUM_TOKENS for _, tokens in pairs)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.queue.harness import FakeNode, new_job
+from fakes.waiting import until
 from faults.tools.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.road import POOL, QUICK, SCRIPTS, STEP_S, all_ended, new_works, read, served, under_way, walk
@@ -175,9 +176,7 @@ async def test_an_accepted_job_survives_the_kill_of_redis_right_after_its_answer
         jobs = [new_job(durability=durability) for _ in range(20)]
         await asyncio.gather(*(broker.submit(Submission(job, 10, durability=durability)) for job in jobs))
         # While an fsync runs, Redis holds back what it writes to the file, for up to 2 s.
-        async with asyncio.timeout(30):
-            while int((await redis.info("persistence"))["aof_buffer_length"]):
-                await asyncio.sleep(0.01)
+        await until(lambda: redis.info("persistence"), lambda seen: not int(seen["aof_buffer_length"]), within_s=30)
         server.kill()
         await asyncio.to_thread(server.start)
         assert {(await broker.status(job.id, "default")).state for job in jobs} == {"queued"}
@@ -288,8 +287,7 @@ async def test_a_master_is_made_a_replica_and_keeps_its_clients(tmp_path: Path) 
             async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
                 reading = await under_way(client, works, works[0])
                 promoted = connect(second.url)
-                while (await promoted.info("replication"))["master_link_status"] != "up":
-                    await asyncio.sleep(0.01)
+                await until(lambda: promoted.info("replication"), lambda seen: seen["master_link_status"] == "up")
                 with first.client() as demoting:
                     await promoted.replicaof("NO", "ONE")
                     demoting.replicaof("127.0.0.1", str(second.port))

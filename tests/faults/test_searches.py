@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import until
 from faults.tools.processes import GatewayProcess
 from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
@@ -91,10 +91,7 @@ async def test_python_clients_search_and_cannot_stream_it(redis_of_node: str, te
 
 
 async def until_taken(job: AsyncJob) -> None:
-    until_s = time.monotonic() + 60
-    while (await job.status()).state != "running":
-        assert time.monotonic() < until_s
-        await asyncio.sleep(0.02)
+    await until(job.status, lambda seen: seen.state == "running")
 
 
 async def test_a_search_of_a_killed_node_begins_anew_on_another(redis: Redis, redis_url: str, model: Path) -> None:

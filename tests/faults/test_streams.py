@@ -11,6 +11,7 @@ import pytest
 from fakes.cover import FULL
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from faults.tools.http_reader import HttpReading, http_client
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
@@ -32,8 +33,7 @@ def held_engine() -> ReferenceEngine:
 
 async def under_way(readings: Sequence[HttpReading]) -> None:
     """Wait until each reader has some tokens, of which each one is a character."""
-    while min(len(one.texts.get(0, "")) for one in readings) < 20:
-        await asyncio.sleep(0.01)
+    await until(lambda: min(len(one.texts.get(0, "")) for one in readings) >= 20)
 
 
 @pytest.mark.parametrize("outage_s", [2, pytest.param(25, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 from fakes.webhook_receiver import ALLOWED, WebhookReceiver
 from faults.tools.redis_process import RedisProcess, find_libfaketime
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,10 +89,7 @@ def test_the_difference_is_logged_once(tmp_path, caplog) -> None:
     with caplog.at_level(logging.WARNING), RedisProcess(tmp_path / "redis", clock_s=600) as server:
         stack = Stack(server.url)
         stack.start_gateway()
-        deadline_s = time.monotonic() + 60
-        while not (lines := [r for r in caplog.records if "clock differs" in r.getMessage()]):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        lines = wait_until(lambda: [r for r in caplog.records if "clock differs" in r.getMessage()])
         stack.close()
     assert {round(vars(line)["offset_s"], -1) for line in lines} == {600}
 
@@ -103,12 +101,8 @@ def test_a_batch_expires_by_redis_clock(skewed) -> None:
     )
     file = http.post("/v1/files", files={"file": ("rows.jsonl", row)}, data={"purpose": "batch"}).json()
     asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
-    batch = http.post("/v1/batches", json=asked).json()
-    deadline_s = time.monotonic() + 60
-    while batch["status"] not in ("completed", "failed", "expired"):
-        assert time.monotonic() < deadline_s, batch
-        time.sleep(0.1)
-        batch = http.get(f"/v1/batches/{batch['id']}").json()
+    path = f"/v1/batches/{http.post('/v1/batches', json=asked).json()['id']}"
+    batch = wait_until(lambda: http.get(path).json(), lambda one: one["status"] in ("completed", "failed", "expired"))
     assert batch["status"] == "completed", batch
 
 

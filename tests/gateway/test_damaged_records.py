@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.waiting import wait_until
 from fakes.webhook_receiver import ALLOWED, WebhookReceiver
 
 from penstock.contract.tenant import Terms
@@ -77,13 +78,6 @@ def make_messages(http: httpx.Client) -> str:
 def make_hook(http: httpx.Client, url: str) -> str:
     given = {"url": url, "name": "x", "event_types": ["batch.completed"]}
     return str(http.post("/v1/webhook_endpoints", json=given).json()["id"])
-
-
-def wait_until(holds: Callable[[], Any]) -> None:
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
 
 
 def ended(make: Callable[[httpx.Client], str], path: str) -> Callable[[httpx.Client], str]:

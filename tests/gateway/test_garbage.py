@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 from tests.gateway.conftest import EchoEngine
 
@@ -53,7 +53,6 @@ def test_ended_streams_leave_no_circular_garbage(url: str, engine: EchoEngine, g
     engine.step_s = 0.005
     assert all(read(url) > 1 for _ in range(NUM_STREAMS))
     assert [read(url, max_events=3) for _ in range(NUM_STREAMS)] == [3] * NUM_STREAMS
-    while "penstock_http_open_streams 0.0" not in httpx.get(url + "/metrics", timeout=60).text:
-        time.sleep(0.01)
+    wait_until(lambda: "penstock_http_open_streams 0.0" in httpx.get(url + "/metrics", timeout=60).text)
     gc.collect()
     assert OF_STREAMS & {type(found).__name__ for found in garbage} == set()

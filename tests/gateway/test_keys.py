@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import redis as sync_redis
+from fakes.waiting import until, wait_until
 from starlette.routing import Route
 
 from penstock.contract.errors import ForbiddenError, NotFoundError
@@ -18,7 +19,6 @@ from penstock.gateway.app import DIALECTS, create_app
 from penstock.gateway.http import entry
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.tenants.key_store import KeyStore
@@ -211,8 +211,8 @@ def test_key_reads_its_own_usage_and_an_admin_that_of_all_keys(closed, redis_url
 
 async def as_admin(redis_url, url, made, of_key):
     key, _ = await add(redis_url, "boss", ("admin",))
-    while (answer := await asyncio.to_thread(used, url, key, all="true")).status_code == 401:
-        await asyncio.sleep(0.1)  # what gateways know of keys is a little old
+    # What gateways know of keys is a little old.
+    answer = await until(lambda: asyncio.to_thread(used, url, key, all="true"), lambda one: one.status_code != 401)
     assert of_key(answer.json()["data"], made["rival"])[1:] == [5, 3]
 
 
@@ -265,23 +265,14 @@ def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack,
         url = stack.start_gateway(pepper=PEPPER)
         assert ask(url).status_code == 200
         client.hset(keys.API_KEYS, mapping=kept)
-        until(lambda: ask(url).status_code == 401)
+        wait_until(lambda: ask(url).status_code == 401)
         assert ask(url, made["acme"]).status_code == 200
         client.delete(keys.API_KEYS)
-        until(lambda: ask(url, made["acme"]).status_code == 401)
+        wait_until(lambda: ask(url, made["acme"]).status_code == 401)
         assert ask(url).status_code == 401
         strict = stack.start_gateway(require_keys=True)
         assert ask(strict).status_code == 401
         client.hset(keys.API_KEYS, mapping=kept)
-
-
-def until(holds):
-    """Wait until the condition holds: gateways cache keys for a while."""
-    for _ in range(int(KEYS_TTL_S * 50)):
-        if holds():
-            return
-        asyncio.run(asyncio.sleep(0.1))
-    raise AssertionError
 
 
 def test_an_open_gateway_says_so_once_and_logs_no_keys(closed, redis_url, stack, caplog):
@@ -302,5 +293,5 @@ def test_an_open_gateway_says_so_once_and_logs_no_keys(closed, redis_url, stack,
         return json.dumps([record.__dict__ for record in caplog.records], default=str)
 
     # A request is logged after its answer has gone out.
-    until(lambda: made["acme"].split("-")[1] in said())
+    wait_until(lambda: made["acme"].split("-")[1] in said())
     assert made["acme"].split("-", 2)[2] not in said()

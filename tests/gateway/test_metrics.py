@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.scrapes import scraped
+from fakes.waiting import until, wait_until
 from faults.tools.redis_process import RedisProcess, free_port
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,19 +44,26 @@ def scrape(url: str, *, timeout_s: float = 60) -> dict[tuple[str, ...], float]:
     answer = httpx.get(f"{url}/metrics", timeout=timeout_s)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
+    return values_of(answer.text)
+
+
+def fresh_scrape(url: str) -> dict[tuple[str, ...], float]:
+    """Scrape what the gateway reads in Redis from now on."""
+    with httpx.Client(base_url=url, timeout=60) as http:
+        return values_of(scraped(http))
+
+
+def values_of(text: str) -> dict[tuple[str, ...], float]:
     return {
         (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
-        for family in text_string_to_metric_families(answer.text)
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 
 
 def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], bool]) -> dict[tuple[str, ...], float]:
     """Scrape until the condition holds: a request is counted after its answer."""
-    deadline_s = time.monotonic() + 60
-    while not reached(found := scrape(url)):
-        assert time.monotonic() < deadline_s, found
-    return found
+    return wait_until(lambda: fresh_scrape(url), reached)
 
 
 @pytest.fixture
@@ -84,7 +91,7 @@ def test_requests_are_counted_by_route_and_errors_by_code(fresh):
 
 def test_submissions_are_counted_by_decision(fresh, redis_url, engine):
     with httpx.Client(base_url=fresh, timeout=60) as http:
-        before = scrape(fresh)
+        before = fresh_scrape(fresh)
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
         assert http.post("/tokenize", json={"model": MODEL, "prompt": "hi"}).status_code == 200
         too_long = {"model": MODEL, "prompt": "x" * 64 * (MAX_MODEL_LEN + 1)}
@@ -94,7 +101,7 @@ def test_submissions_are_counted_by_decision(fresh, redis_url, engine):
             client.hset(keys.config("echo"), "max_open_jobs", 0)
             assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 429
             client.hset(keys.config("echo"), "max_open_jobs", limit)
-    found = scrape(fresh)
+    found = fresh_scrape(fresh)
     decisions = {key[1]: value for key, value in found.items() if key[0] == "penstock_admission_decisions_total"}
     assert decisions == dict.fromkeys(DECISIONS, 0) | {"admitted": 2, "too_long": 1, "busy": 1}
     assert found["penstock_pool_refused_busy_total", "echo"] == before["penstock_pool_refused_busy_total", "echo"] + 1
@@ -171,14 +178,14 @@ def test_job_streams_are_timed_and_replayed_streams_are_not(fresh, engine):
 
 def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     with httpx.Client(base_url=fresh, timeout=60) as http:
-        before = scrape(fresh)
+        before = fresh_scrape(fresh)
         http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
     with sync_redis.Redis.from_url(redis_url) as client:
         seconds, _ = client.time()
         client.zadd(keys.waiting("echo", int(Priority.BATCH)), {"no.job": (seconds - 90) * 1000})
         client.hincrby(keys.backlog("echo"), str(int(Priority.BATCH)), 70)
         client.hincrby(keys.counts("echo"), "fenced", 3)
-        found = scrape(fresh)
+        found = fresh_scrape(fresh)
         client.zrem(keys.waiting("echo", int(Priority.BATCH)), "no.job")
         client.hincrby(keys.backlog("echo"), str(int(Priority.BATCH)), -70)
     assert found["penstock_queue_depth", "false", "echo", "batch", "queued"] == 1
@@ -217,9 +224,8 @@ def test_own_metrics_are_served_while_redis_is_unreachable(stack, monkeypatch):
     monkeypatch.setattr("penstock.producer.client.pools.KEYS_TTL_S", 0.01)
     with EmbeddedRedis() as server:
         url = stack.start_gateway(redis_url=server.url)
-        assert scrape(url)["penstock_redis_up",] == 1
-    found = scrape(url, timeout_s=10)
-    assert found["penstock_redis_up",] == 0
+        scrape_until(url, lambda found: found["penstock_redis_up",] == 1)
+    found = wait_until(lambda: scrape(url, timeout_s=10), lambda found: found["penstock_redis_up",] == 0)
     assert ("penstock_client_messages_total",) in found
 
 
@@ -249,8 +255,7 @@ async def test_a_replica_and_another_redis_are_seen(tmp_path: Path) -> None:
         assert alone["penstock_redis_replicas"] == 0
         assert "penstock_redis_replica_lag_seconds" not in alone
         with RedisProcess(tmp_path / "replica", port=free_port(), replicaof=("127.0.0.1", master.port)) as replica:
-            while not (copied := await found(master.url))["penstock_redis_replicas"]:
-                await asyncio.sleep(0.05)
+            copied = await until(lambda: found(master.url), lambda copied: copied["penstock_redis_replicas"])
             assert copied["penstock_redis_replica_lag_seconds"] < 60
             assert copied["penstock_redis_replica_lag_bytes"] >= 0
             assert copied["penstock_redis_changes_total"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import httpx
 import pytest
 import redis as sync_redis
 from fakes.command import run_command
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import RequestError
 from penstock.contract.tenant import UNLIMITED, given_record
@@ -62,16 +63,8 @@ def test_other_machines_are_refused_until_a_key_exists(stack: Any, shared_engine
         assert ask(url, path).status_code == 401
     assert ask(url, "/health").status_code == 200
     key = add(redis_url)
-    assert eventually(lambda: ask(url, key=key).status_code) == 200
+    wait_until(lambda: ask(url, key=key).status_code == 200)
     assert ask(url).status_code == 401
-
-
-def eventually(status: Callable[[], int], wanted: int = 200) -> int:
-    """Return the status once it is the wanted one. A gateway fetches the keys again every two seconds."""
-    deadline_s = time.monotonic() + 60
-    while (found := status()) != wanted and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return found
 
 
 def test_on_loopback_a_gateway_without_keys_serves_this_machine_and_no_proxy(stack: Any, shared_engine: Any) -> None:
@@ -90,7 +83,7 @@ def test_anonymous_callers_may_only_ask_and_are_a_tenant_of_their_own_beside_key
     assert ask(url, **{"x-forwarded-for": "192.0.2.1"}).status_code == 200
     assert [ask(url, path).status_code for path in ("/v1/models", "/metrics", "/health/nodes")] == [200, 403, 403]
     key = add(redis_url)
-    assert eventually(lambda: ask(url, key=key[:-1] + "x").status_code, 401) == 401
+    wait_until(lambda: ask(url, key=key[:-1] + "x").status_code == 401)
     job = ask(url, key=key).headers["x-penstock-job"]
     assert ask(url, f"/v1/jobs/{job}", key=key).status_code == 200
     assert ask(url, f"/v1/jobs/{job}").status_code == 404
@@ -106,36 +99,33 @@ def keys_command(redis_url: str, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def has_note(note: Path, wanted: bool) -> bool:
-    return eventually(lambda: int(note.exists()), int(wanted)) == int(wanted)
-
-
 def test_after_the_last_key_the_gateway_says_how_to_open_it_and_does(
     stack: Any, shared_engine: Any, redis_url: str, tmp_path: Path
 ) -> None:
     note = tmp_path / "state" / "keys-seen"
     url, public = stack.start_gateway(keys_seen_file=note), stack.start_gateway(host=EVERY_ADDRESS)
     key = add(redis_url)
-    assert eventually(lambda: ask(url).status_code, 401) == 401
+    wait_until(lambda: ask(url).status_code == 401)
     assert "`penstock keys add TENANT` makes one" in message_of(ask(url))
     assert "of acme): first end each with `penstock keys revoke ID`" in keys_command(redis_url, "open")
     assert "`penstock keys open` lets" in keys_command(redis_url, "revoke", "acme")
-    assert eventually(lambda: ask(url, key=key).status_code, 401) == 401
+    wait_until(lambda: ask(url, key=key).status_code == 401)
     for refused in (ask(url), ask(url, key=key), ask(url, key="none")):
         assert "all keys are revoked" in message_of(refused) and "`penstock keys open`" in message_of(refused)
     assert "penstock keys open" not in message_of(ask(public, key=key))
     assert keys_command(redis_url, "open") == ""
-    assert eventually(lambda: ask(url).status_code) == 200 and has_note(note, False)
+    wait_until(lambda: ask(url).status_code == 200)
+    wait_until(lambda: not note.exists())
     assert ask(url, "/metrics").status_code == ask(url, key="none").status_code == 200
     assert ask(stack.start_gateway(keys_seen_file=note)).status_code == 200
     assert "open since" in keys_command(redis_url, "list")
     for closed in (public, stack.start_gateway(require_keys=True)):
         assert ask(closed).status_code == 401
     new = add(redis_url, "next")
-    assert eventually(lambda: ask(url).status_code, 401) == 401
+    wait_until(lambda: ask(url).status_code == 401)
     assert ask(url, key=new).status_code == 200
     keys_command(redis_url, "revoke", "next")
-    assert eventually(lambda: ask(url, key=new).status_code, 401) == 401, "the earlier opening no longer counts"
+    wait_until(lambda: ask(url, key=new).status_code == 401, what="the earlier opening still counts")
 
 
 def test_lost_keys_are_opened_and_an_opening_of_an_old_backup_is_not(
@@ -146,7 +136,8 @@ def test_lost_keys_are_opened_and_an_opening_of_an_old_backup_is_not(
     url = stack.start_gateway(keys_seen_file=note)
     assert "they are missing now" in message_of(ask(url)) and "`penstock keys open`" in message_of(ask(url))
     assert keys_command(redis_url, "open") == ""
-    assert eventually(lambda: ask(url).status_code) == 200 and has_note(note, False)
+    wait_until(lambda: ask(url).status_code == 200)
+    wait_until(lambda: not note.exists())
     with sync_redis.Redis.from_url(redis_url) as client:
         client.delete(keys.API_KEYS)
     assert ask(url).status_code == 200, "what was opened stays open although Redis lost that"
@@ -168,7 +159,7 @@ def test_an_opening_by_a_clock_that_is_behind_counts_as_old_until_it_is_repeated
     time.sleep(0.5)
     assert ask(url).status_code == 401
     asyncio.run(_open(redis_url))
-    assert eventually(lambda: ask(url).status_code) == 200
+    wait_until(lambda: ask(url).status_code == 200)
 
 
 async def _open(redis_url: str) -> None:
@@ -183,7 +174,7 @@ def test_a_key_of_an_earlier_start_does_not_keep_the_gateway_closed(
     url = stack.start_gateway()
     assert ask(url).status_code == 401
     assert keys_command(redis_url, "open") == ""
-    assert eventually(lambda: ask(url).status_code) == 200
+    wait_until(lambda: ask(url).status_code == 200)
 
 
 async def _bring(redis_url: str) -> None:
@@ -207,4 +198,4 @@ def test_a_gateway_whose_keys_are_lost_stays_closed_after_a_restart(
         assert "they are missing now" in message_of(answer) and "penstock keys add" in message_of(answer)
     assert ask(url, key=key).status_code == 401
     new = add(redis_url)
-    assert eventually(lambda: ask(url, key=new).status_code) == 200
+    wait_until(lambda: ask(url, key=new).status_code == 200)

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 import redis as sync_redis
 from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
+from fakes.waiting import wait_until
 from faults.tools.redis_process import RedisProcess
 
 from penstock.contract.errors import ConfigError
@@ -320,10 +321,7 @@ def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
         job_id = "echo.00000000-0000-7000-8000-000000000000"
         assert http.get("/v1/models").status_code == 200
         server.stop()
-        until_s = time.monotonic() + 60
-        while http.get("/v1/models", timeout=60).status_code == 200:  # from the cached copy
-            assert time.monotonic() < until_s
-            time.sleep(0.05)  # The log is not read here, and its pipe must not fill.
+        wait_until(lambda: http.get("/v1/models", timeout=60).status_code != 200)  # from the cached copy
         paths = ("/v1/models", "/v1/models/nope", "/v1/jobs", f"/v1/jobs/{job_id}", "/v1/usage", "/health/nodes")
         with ThreadPoolExecutor(len(paths)) as pool:
             for path, answer in zip(paths, pool.map(partial(http.get, timeout=60), paths), strict=True):
@@ -369,12 +367,7 @@ def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
         assert error["code"] == "too_many_connections" and "max_connections" in error["message"]
         first[0].close()
-        until_s = time.monotonic() + 60
-        while True:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=60).status_code == 200:
-                    break
-            assert time.monotonic() < until_s
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 200, but=httpx.TransportError)
 
 
 SOON_FREE = """
@@ -423,9 +416,7 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
         refused = kept.get("/v1/jobs").json()["error"]
         assert refused["code"] == "redis_away"
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-        until_s = time.monotonic() + 60
-        while kept.get("/v1/jobs").status_code != 200:
-            assert time.monotonic() < until_s
+        wait_until(lambda: kept.get("/v1/jobs").status_code == 200)
         process.send_signal(signal.SIGTERM)
         rest = process.communicate(timeout=60)[1]
     assert process.returncode == 0

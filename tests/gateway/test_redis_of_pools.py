@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 from fakes.command import run_command
-from fakes.waiting import wait_until
+from fakes.scrapes import scraped
+from fakes.waiting import until, wait_until
 from faults.tools.redis_process import RedisProcess
 
 from penstock.cli.output import EXIT_TRY_AGAIN
@@ -99,9 +100,9 @@ def submit(http: httpx.Client, model: str, prompt: str = "abc", **body: Any) -> 
 
 
 def ended(http: httpx.Client, job_id: str) -> dict[str, Any]:
-    while (job := http.get(f"/v1/jobs/{job_id}").json())["state"] in ("queued", "running"):
-        time.sleep(0.02)
-    return dict(job)
+    return wait_until(
+        lambda: http.get(f"/v1/jobs/{job_id}").json(), lambda one: one["state"] not in ("queued", "running")
+    )
 
 
 def complete(http: httpx.Client, model: str) -> httpx.Response:
@@ -149,7 +150,7 @@ def test_models_and_nodes_of_both_are_listed(http: httpx.Client) -> None:
     assert {pool["pool"] for pool in state["pools"]} == {"one", "two"} and "away" not in state
     assert http.get("/health").json() == {"status": "ok", "directory": "ok", "pools": {"two": "ok"}}
     assert http.get("/ready").json() == {"status": "ready", "pools": {"one": "ready", "two": "ready"}}
-    text = http.get("/metrics").text
+    text = scraped(http)
     assert 'penstock_pool_redis_up{pool="two"} 1.0' in text
     assert 'penstock_nodes{pool="one"} 1.0' in text and 'penstock_nodes{pool="two"} 1.0' in text
 
@@ -362,8 +363,8 @@ def test_while_the_redis_of_a_pool_is_away_other_pools_go_on(mortal: Split) -> N
         assert http.get("/health").json()["pools"] == {"two": "redis_away"}
         assert http.get("/ready").json()["pools"] == {"one": "ready", "two": "redis_away"}
         assert http.get("/dashboard").json()["away"] == ["two"]
-        text = http.get("/metrics").text
-        assert 'penstock_pool_redis_up{pool="two"} 0.0' in text and 'penstock_nodes{pool="one"} 1.0' in text
+        shown = ('penstock_pool_redis_up{pool="two"} 0.0', 'penstock_nodes{pool="one"} 1.0')
+        wait_until(lambda: http.get("/metrics").text, lambda text: all(line in text for line in shown))
         assert set(http.get("/health/nodes").json()) == {"one"}
         for path in ("/v1/jobs", "/v1/usage"):
             error = http.get(path).json()["error"]
@@ -451,10 +452,7 @@ async def test_a_client_opens_without_a_pools_redis_and_uses_it_once_it_is_there
         with pytest.raises(Exception, match="the Redis of pool two is unreachable"):
             await client.submit("abc", model=TWO)
         mortal.other.start()
-        wait_s = time.monotonic() + 60
-        while client.servers.named["two"].is_away:
-            assert time.monotonic() < wait_s
-            await client.pools()
+        await until(client.pools, lambda _: not client.servers.named["two"].is_away)
         assert (await (await client.submit("abc", model=TWO, max_tokens=1)).result()).text == "a"
 
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import redis as sync_redis
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import wait_until
 from faults.tools.redis_process import RedisProcess, free_port
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -41,14 +42,6 @@ def gateway(server: RedisProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, timeout=60) as client:
         yield client
     stack.close()
-
-
-def until(reached: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 60
-    while not (found := reached()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    return found
 
 
 def problems(gateway: httpx.Client) -> list[str]:
@@ -118,11 +111,11 @@ def test_a_problem_of_redis_has_one_name_everywhere(
     status: int,
     code: str,
 ) -> None:
-    until(lambda: gateway.get("/ready").json().get("status") == "ready" and not problems(gateway))
+    wait_until(lambda: gateway.get("/ready").json().get("status") == "ready" and not problems(gateway))
     with sync_redis.Redis.from_url(server.url) as client:
         mend = cause(server, client)
         try:
-            until(lambda: problems(gateway) == [state])
+            wait_until(lambda: problems(gateway) == [state])
             ready = gateway.get("/ready").json()
             assert ready.get("redis") == state or f"({state})" in ready["error"]["message"]
             took_s = min(seconds_of_a_scrape(gateway) for _ in range(5))
@@ -132,7 +125,7 @@ def test_a_problem_of_redis_has_one_name_everywhere(
                 assert secret not in refused.json()["error"]["message"]
         finally:
             mend()
-        until(lambda: not problems(gateway))
+        wait_until(lambda: not problems(gateway))
     lines = [vars(record) for record in caplog.records if record.name == "penstock.gateway"]
     begins = [line for line in lines if line["msg"] == "redis has a problem" and line["state"] == state]
     ends = [line for line in lines if line["msg"] == "redis serves again"]
@@ -156,7 +149,7 @@ def test_a_scrape_of_a_node_does_not_wait_for_redis(tmp_path: Path) -> None:
     ):
         server.pause()
         name = "penstock_node_redis_silent_seconds"
-        until(lambda: value_of(name, node.get("/metrics").text) > 2)
+        wait_until(lambda: value_of(name, node.get("/metrics").text) > 2)
         assert min(seconds_of_a_scrape(node) for _ in range(5)) <= 0.2
         server.resume()
 
@@ -186,7 +179,7 @@ def test_a_right_that_only_requests_need_is_warned_of_when_it_goes_and_when_it_c
     server: RedisProcess, limited: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_watch, "QUIET_S", 3600.0)
-    until(lambda: limited.get("/ready").json().get("status") == "ready" and not problems(limited))
+    wait_until(lambda: limited.get("/ready").json().get("status") == "ready" and not problems(limited))
     caplog.clear()
     with sync_redis.Redis.from_url(server.url) as client:
         client.execute_command("ACL", "SETUSER", "gate", "-xadd")
@@ -197,7 +190,7 @@ def test_a_right_that_only_requests_need_is_warned_of_when_it_goes_and_when_it_c
     monkeypatch.setattr(redis_watch, "QUIET_S", 0.1)
     end = "redis has refused no call of a request for a while"
     # The gateway of the other tests may end what it has noted in the same moment.
-    until(lambda: any(record.msg == end and vars(record)["refused"] == len(refused) for record in caplog.records))
+    wait_until(lambda: any(record.msg == end and vars(record)["refused"] == len(refused) for record in caplog.records))
     lines = [vars(record) for record in caplog.records if record.name == "penstock.gateway"]
     (begin,) = [line for line in lines if line["msg"] == "redis refuses calls of requests"]
     assert begin["state"] == "no_rights" and "xadd" in begin["reason"]

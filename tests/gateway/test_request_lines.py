@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.waiting import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.queue import keys
@@ -37,23 +37,18 @@ class Lines:
 
     def of(self, request_id: str, message: str = "request") -> dict[str, Any]:
         """Return the line of a request. It is written behind the answer."""
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s:
-            for record in self._caplog.records:
-                if record.getMessage() == message and vars(record).get("request_id") == request_id:
-                    return vars(record)
-            time.sleep(0.01)
-        raise AssertionError(f"no line {message!r} of {request_id} in {self._caplog.text}")
+        return self._wait(message, request_id=request_id)[0]
 
     def where(self, message: str, **fields: str) -> dict[str, Any]:
         """Return the newest line with these fields."""
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s:
-            for record in reversed(self._caplog.records):
-                if record.getMessage() == message and fields.items() <= vars(record).items():
-                    return vars(record)
-            time.sleep(0.01)
-        raise AssertionError(f"no line {message!r} with {fields} in {self._caplog.text}")
+        return self._wait(message, **fields)[-1]
+
+    def _wait(self, message: str, **fields: str) -> list[dict[str, Any]]:
+        def found() -> list[dict[str, Any]]:
+            lines = [vars(record) for record in self._caplog.records if record.getMessage() == message]
+            return [line for line in lines if fields.items() <= line.items()]
+
+        return wait_until(found, what=lambda: f"a line {message!r} with {fields} in {self._caplog.text}")
 
     def has_path(self, path: str) -> bool:
         return any(vars(record).get("path") == path for record in self._caplog.records)

@@ -21,6 +21,7 @@ from fakes.processes.reference_engine import (
     reference_tokens,
 )
 from fakes.processes.running_node import PATIENCE_S, node_settings, running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -65,17 +66,13 @@ def expected(job: JobDef, choice: int = 0) -> list[int]:
     return reference_tokens(job.id, job.params, list((job.prompt or "").encode()), choice)
 
 
-async def until(broker: ProducerBroker, job: JobDef, reached: Callable[[JobStatus], object]) -> JobStatus:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            status = await broker.status(job.id, "default")
-            if reached(status):
-                return status
-            await asyncio.sleep(0.005)
+async def status_when(broker: ProducerBroker, job: JobDef, reached: Callable[[JobStatus], object]) -> JobStatus:
+    status: JobStatus = await until(lambda: broker.status(job.id, "default"), reached)
+    return status
 
 
 async def ended(broker: ProducerBroker, job: JobDef) -> Result:
-    await until(broker, job, lambda status: status.outcome is not None)
+    await status_when(broker, job, lambda status: status.outcome is not None)
     result = await broker.result(job.id, "default")
     assert result is not None
     return result
@@ -112,9 +109,7 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
         jobs = [new_job("0123456789", max_tokens=30) for _ in range(20)]
         for job in jobs:
             await broker.submit(Submission(job, 40))
-        async with asyncio.timeout(PATIENCE_S):
-            while (largest := node.held_jobs.expected_usage()[0][-1]) < 80:
-                await asyncio.sleep(0.001)
+        largest = await until(lambda: node.held_jobs.expected_usage()[0][-1], lambda largest: largest >= 80)
         engine.holds_at = None
         for job in jobs:
             while (await broker.status(job.id, "default")).outcome is None:
@@ -132,9 +127,7 @@ async def test_a_node_takes_no_more_sequences_than_it_has_windows_for(redis_url:
         jobs = [new_job("0123456789", max_tokens=30) for _ in range(12)]
         for job in jobs:
             await broker.submit(Submission(job, 40))
-        async with asyncio.timeout(PATIENCE_S):
-            while (most := node.held_jobs.expected_usage()[1][-1]) < 3:
-                await asyncio.sleep(0.001)
+        most = await until(lambda: node.held_jobs.expected_usage()[1][-1], lambda most: most >= 3)
         engine.holds_at = None
         for job in jobs:
             while (await broker.status(job.id, "default")).outcome is None:
@@ -156,7 +149,7 @@ async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
     async with running(redis_url, ReferenceEngine(step_s=0.005)):
         job = new_job(max_tokens=2000)
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 5)
+        await status_when(broker, job, lambda status: status.num_chunks > 5)
         assert await broker.cancel(job.id, "default") == "cancelling"
         result = await ended(broker, job)
     assert result.outcome.state == "cancelled"
@@ -180,7 +173,7 @@ async def test_a_deadline_ends_a_job_that_the_engine_has_not_begun(
     async with running(redis_url, ReferenceEngine(step_s=0.01, max_num_seqs=1), drain_s=0):
         first, behind = new_job(max_tokens=4000), new_job().model_copy(update={"deadline_ms": 500})
         await broker.submit(Submission(first, 50))
-        await until(broker, first, lambda status: status.num_chunks > 0)
+        await status_when(broker, first, lambda status: status.num_chunks > 0)
         await broker.submit(Submission(behind, 50))
         result = await ended(broker, behind)
         assert (result.outcome.state, result.outcome.code) == ("expired", "deadline_exceeded")
@@ -221,7 +214,7 @@ async def test_a_job_with_a_field_of_a_later_release_goes_to_a_newer_node_and_el
     await broker.submit(Submission(job, 50))
     await redis.set(keys.request(job.id), pack({**unpack_map(encode_request(job)), "later": True}))
     async with running(redis_url, engine, avoid_ms=50):
-        await until(broker, job, lambda status: status.state == "queued" and status.ledger.past_leases)
+        await status_when(broker, job, lambda status: status.state == "queued" and status.ledger.past_leases)
         assert await redis.hget(keys.counts(POOL), "given_back_lacking") == b"1"
         await newer.leave()
         outcome = (await ended(broker, job)).outcome
@@ -236,7 +229,7 @@ async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     job = new_job(max_tokens=300, n=2, logprobs=2, prompt_logprobs=1)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.05):
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 10)
+        await status_when(broker, job, lambda status: status.num_chunks > 10)
     status = await broker.status(job.id, "default")
     assert (status.state, status.losses, status.preemptions) == ("queued", 0, 1)
     assert 10 < status.num_chunks < 600
@@ -262,9 +255,9 @@ async def test_a_job_cancelled_before_its_new_node_has_read_its_log_contradicts_
     monkeypatch.setattr(NodeBroker, "log", read_late)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.0):
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 5)
+        await status_when(broker, job, lambda status: status.num_chunks > 5)
     async with running(redis_url, ReferenceEngine(step_s=0.005)):
-        await until(broker, job, lambda status: status.state == "running")
+        await status_when(broker, job, lambda status: status.state == "running")
         await broker.cancel(job.id, "default")
         assert (await ended(broker, job)).outcome.state == "cancelled"
         is_read.set()
@@ -283,22 +276,21 @@ async def test_a_stopping_node_hands_its_streams_over_one_by_one_while_the_other
     async def move_on() -> int:
         """Return how many jobs got tokens while one of the first node waited at the next one."""
         before = await chunks()
-        async with asyncio.timeout(PATIENCE_S):
-            while (grown := sum(now > before[job_id] + 5 for job_id, now in (await chunks()).items())) < 5:
-                await asyncio.sleep(0.01)
-        return grown
+
+        async def num_grown() -> int:
+            return sum(now > before[job_id] + 5 for job_id, now in (await chunks()).items())
+
+        return int(await until(num_grown, lambda number: number >= 5))
 
     # None of them would end within the drain.
     async with running(redis_url, ReferenceEngine(step_s=0.05), drain_s=60) as node:
         for job in jobs:
             await broker.submit(Submission(job, 50))
         for job in jobs:
-            await until(broker, job, lambda status: status.num_chunks > 2)
+            await status_when(broker, job, lambda status: status.num_chunks > 2)
         async with running(redis_url, next_engine) as next_node:
             node.stop()
-            async with asyncio.timeout(PATIENCE_S):
-                while len(next_node.held_jobs) < 1:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(next_node.held_jobs) >= 1)
             assert await move_on() == 5
             assert (len(next_node.held_jobs), node.held_jobs.counts.given_back_drain) == (1, 1)
             next_engine.holds_at = None
@@ -314,7 +306,7 @@ async def test_a_stopping_node_keeps_streams_that_end_within_its_drain(redis_url
         for job in (short, long):
             await broker.submit(Submission(job, 50))
         for job in (short, long):
-            await until(broker, job, lambda status: status.num_chunks > 2)
+            await status_when(broker, job, lambda status: status.num_chunks > 2)
         async with running(redis_url, next_engine):
             node.stop()
             results = [await ended(broker, job) for job in (short, long)]
@@ -333,13 +325,11 @@ async def test_streams_that_one_by_one_would_not_move_within_the_drain_move_seve
         for job in jobs:
             await broker.submit(Submission(job, 50))
         for job in jobs:
-            await until(broker, job, lambda status: status.num_chunks > 2)
+            await status_when(broker, job, lambda status: status.num_chunks > 2)
         async with running(redis_url, slow_engine) as next_node:
             node.stop()
             # The first one gets no token, so it shows after a while that each move takes too long.
-            async with asyncio.timeout(drain_s):
-                while len(next_node.held_jobs) < 3:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(next_node.held_jobs) >= 3, within_s=drain_s)
             assert len(node.held_jobs) > 0, "the drain goes on"
             for job in jobs:
                 await broker.cancel(job.id, "default")
@@ -353,12 +343,10 @@ async def test_a_stopping_node_keeps_streams_that_no_other_node_has_room_for(
     engine, full = (ReferenceEngine(step_s=0.01, max_num_seqs=1) for _ in range(2))
     async with running(redis_url, engine, drain_s=600, max_num_seqs=1) as node:
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 2)
+        await status_when(broker, job, lambda status: status.num_chunks > 2)
         async with running(redis_url, full, max_num_seqs=1) as next_node:
             await broker.submit(Submission(other, 50))
-            async with asyncio.timeout(PATIENCE_S):
-                while other.id not in next_node.held_jobs.job_ids:
-                    await asyncio.sleep(0.01)
+            await until(lambda: other.id in next_node.held_jobs.job_ids)
             node.stop()
             result = await ended(broker, job)
             await broker.cancel(other.id, "default")
@@ -370,7 +358,7 @@ async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: Produce
     job = new_job(max_tokens=4000)
     async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=600) as node:
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 2)
+        await status_when(broker, job, lambda status: status.num_chunks > 2)
         node.stop()
     assert (await broker.status(job.id, "default")).state == "queued"
 
@@ -426,7 +414,7 @@ async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
 
     async def all_ended() -> None:
         for job in (*others, poison):
-            await until(broker, job, lambda status: status.outcome is not None)
+            await status_when(broker, job, lambda status: status.outcome is not None)
 
     num_dead = 0
     while True:
@@ -495,12 +483,10 @@ async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
     job, engine = new_job(max_tokens=600), ReferenceEngine(step_s=0.002)
     async with running(redis_url, engine):
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 5)
+        await status_when(broker, job, lambda status: status.num_chunks > 5)
         await redis.client_pause(60_000, all=False)
         paused_at = len(engine.batches)
-        async with asyncio.timeout(PATIENCE_S):
-            while len(engine.batches) < paused_at + 50:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(engine.batches) >= paused_at + 50)
         await redis.client_unpause()
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
@@ -541,7 +527,7 @@ async def test_node_that_was_declared_dead_drops_its_jobs_and_rejoins(
     job = new_job(max_tokens=400)
     async with running(redis_url, ReferenceEngine(step_s=0.005), lease_ms=3000) as node:
         await broker.submit(Submission(job, 50))
-        await until(broker, job, lambda status: status.num_chunks > 5)
+        await status_when(broker, job, lambda status: status.num_chunks > 5)
         # As sweep does it: the job is queued again, the node's score is gone.
         await redis.zadd(keys.nodes(POOL), {node.node_id: 1})
         await broker.reader_heartbeat(POOL, "somebody")
@@ -610,7 +596,7 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
     with pytest.raises(ExceptionGroup) as caught:
         async with running(redis_url, HangingEngine(step_s=0.005), stall_after_s=0.5) as node:
             await broker.submit(Submission(job, 50))
-            await until(broker, job, lambda status: status.num_chunks >= 2)
+            await status_when(broker, job, lambda status: status.num_chunks >= 2)
             await asyncio.sleep(1.5)
             assert node.held_jobs.job_ids == [job.id]
     assert caught.group_contains(InvariantError, match="has made no step")
@@ -637,7 +623,7 @@ async def test_a_hang_counts_as_a_loss_of_the_jobs_in_the_hung_step_alone(
         engine.holds_at = 50  # the first job has not ended when the second one comes
         async with running(redis_url, engine, stall_after_s=0.5, max_num_seqs=2) as node:
             await broker.submit(Submission(hung, 50))
-            await until(broker, hung, lambda status: status.num_chunks >= 1)
+            await status_when(broker, hung, lambda status: status.num_chunks >= 1)
             await broker.submit(Submission(bystander, 50))
             await asyncio.sleep(1.5)
             assert set(node.held_jobs.job_ids) == {hung.id, bystander.id}
@@ -868,7 +854,7 @@ async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
         for job in others:
             await broker.submit(Submission(job, 50))
         may_go_on.set()
-        states = [(await until(broker, job, lambda status: status.outcome is not None)).state for job in others]
+        states = [(await status_when(broker, job, lambda status: status.outcome is not None)).state for job in others]
     assert states == ["succeeded", "succeeded"]
 
 
@@ -888,17 +874,13 @@ async def test_a_tenants_long_prompts_leave_threads_to_other_tenants(redis_url: 
     async with running(redis_url, engine):
         for job in floods:
             await broker.submit(Submission(job, 50))
-        async with asyncio.timeout(PATIENCE_S):
-            while num_reading < MAX_LONG_PROMPTS_OF_TENANT:
-                await asyncio.sleep(0.01)
+        await until(lambda: num_reading >= MAX_LONG_PROMPTS_OF_TENANT)
         await broker.submit(Submission(other.model_copy(update={"tenant": "other"}), 50))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await broker.status(other.id, "other")).outcome is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: broker.status(other.id, "other"), lambda seen: seen.outcome is not None)
         assert num_reading == MAX_LONG_PROMPTS_OF_TENANT
         release.set()
         for job in floods:
-            assert (await until(broker, job, lambda status: status.outcome is not None)).state == "succeeded"
+            assert (await status_when(broker, job, lambda status: status.outcome is not None)).state == "succeeded"
 
 
 async def test_nodes_whose_limits_differ_do_not_share_a_pool(redis_url: str) -> None:

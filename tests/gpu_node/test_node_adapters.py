@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.queue.broker.producer import ProducerBroker
@@ -34,9 +34,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until_served(broker: ProducerBroker, adapters: set[str]) -> None:
-    async with asyncio.timeout(60):
-        while set((await broker.pools())[POOL].adapters) != adapters:
-            await asyncio.sleep(0.01)
+    await until(broker.pools, lambda seen: set(seen[POOL].adapters) == adapters)
 
 
 async def test_adapters_added_to_or_removed_from_the_folder_are_announced(
@@ -55,7 +53,5 @@ async def test_node_without_adapters_scans_no_folder(redis_url: str, tmp_path: P
         running_node(redis_url, plain, pool=POOL),
         running_node(redis_url, looking, pool=POOL, lora_dir=tmp_path),
     ):
-        async with asyncio.timeout(60):
-            while looking.num_looks < 5:
-                await asyncio.sleep(0.01)
+        await until(lambda: looking.num_looks >= 5)
         assert plain.num_looks == 1

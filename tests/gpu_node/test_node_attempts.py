@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine, reference_tokens, text_of
 from fakes.processes.running_node import PATIENCE_S, running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.contract.errors import JobFailedError, RequestError
@@ -97,8 +98,7 @@ async def test_an_error_that_is_not_named_ends_the_job(redis_url: str) -> None:
 async def test_a_pause_comes_before_the_next_attempt(redis_url: str) -> None:
     async with serving(redis_url, FailingEngine(1)) as (client, node):
         job = await client.submit(PROMPT, max_tokens=LENGTH, max_attempts=2, retry_backoff_s=3000)
-        while not node.held_jobs.counts.given_back_failed:
-            await asyncio.sleep(0.005)
+        await until(lambda: node.held_jobs.counts.given_back_failed)
         status = await job.status()
         assert status.state == "scheduled"
         assert 1_499 <= (status.submitted_ms - status.accepted_ms) / 1000 <= 4_501
@@ -192,8 +192,7 @@ async def test_the_last_refused_output_ends_as_failed_with_its_text(
 async def test_tokens_go_on_while_an_output_is_checked(redis_url: str) -> None:
     async with serving(redis_url) as (client, node):
         slow = await client.submit(PROMPT, max_tokens=40, check_output={"regex": "(([a-z])+.)+[A-Z]([a-z])+"})
-        while not any(job.is_settling for job in node.held_jobs):
-            await asyncio.sleep(0.005)
+        await until(lambda: any(job.is_settling for job in node.held_jobs))
         assert len(await client.generate([PROMPT] * 8, max_tokens=LENGTH)) == 8
         assert (await slow.status()).outcome is None
         assert (await slow.result(check=False)).outcome.code == "too_costly"
@@ -228,8 +227,7 @@ async def test_a_cancel_reaches_the_last_attempt(redis: Redis, redis_url: str) -
         job = await client.submit(
             PROMPT, max_tokens=LENGTH, max_attempts=2, retry_backoff_s=600, check_output={"regex": NO_TEXT}
         )
-        while (status := await client.status(job.id)).retried_as is None:
-            await asyncio.sleep(0.005)
+        status = await until(lambda: client.status(job.id), lambda status: status.retried_as is not None)
         assert (await client.status(status.retried_as)).state == "scheduled"
         assert await job.cancel() == "cancelled"
         assert (await job.result(check=False)).outcome.state == "cancelled"

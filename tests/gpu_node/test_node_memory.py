@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.processes.running_node import running_node
 from fakes.runners.faulty_runner import FaultyRunner
+from fakes.waiting import until
 
 from penstock.contract.errors import JobFailedError, PromptTooLongError
 from penstock.contract.job import Priority, SamplingParams
@@ -21,7 +22,6 @@ from penstock.gpu_node.node import Node
 from penstock.producer.client import AsyncClient
 
 POOL = "tiny"
-PATIENCE_S = 60.0
 KV_TOKENS, SWAP_TOKENS = 80, 144
 LARGE = list(range(3, 150))
 SMALL = [[5 + i, *range(10 * i + 3, 10 * i + 20)] for i in range(12)]
@@ -97,9 +97,7 @@ async def test_a_job_says_how_often_the_engine_preempted_it(redis_url: str, make
             large = await client.submit(LARGE, params=params(70), priority=Priority.BATCH)
             await anext(large.stream())
             urgent = await client.submit(SMALL[0], params=params(60), priority=Priority.INTERACTIVE)
-            async with asyncio.timeout(PATIENCE_S):
-                while engine.stats().num_preemptions == 0:
-                    await asyncio.sleep(0.005)
+            await until(lambda: engine.stats().num_preemptions != 0)
             if then == "cancelled":
                 await large.cancel()
             if then != "moved":
@@ -128,10 +126,8 @@ async def test_out_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> No
     )
     async with running(redis_url, engine, lease_ms=6000), AsyncClient(redis_url) as client:
         results = await asyncio.gather(*(run(client, prompt, 20) for prompt in SMALL))
-        async with asyncio.timeout(PATIENCE_S):
-            while not (troubles := (await client.pressure(POOL)).nodes[0].troubles):
-                await asyncio.sleep(0.05)
-    assert troubles.keys() == {"memory"}
+        pressure = await until(lambda: client.pressure(POOL), lambda seen: seen.nodes[0].troubles)
+    assert pressure.nodes[0].troubles.keys() == {"memory"}
     want = roomy.generate(SMALL, params(20))
     assert [result.choices[0].token_ids for result in results] == [one.choices[0].token_ids for one in want]
     assert engine.stats().num_memory_failures > 0
@@ -174,9 +170,8 @@ async def test_pressure_record_has_the_memory_counters_of_the_engine(redis_url: 
         for _ in range(2):
             await run(client, SMALL[0] * 2, 1)
         stats = engine.stats()
-        async with asyncio.timeout(PATIENCE_S):
-            while (pressure := (await client.pressure(POOL)).nodes[0]).num_steps < stats.steps:
-                await asyncio.sleep(0.05)
+        found = await until(lambda: client.pressure(POOL), lambda seen: seen.nodes[0].num_steps >= stats.steps)
+        pressure = found.nodes[0]
     assert pressure.swap_blocks_total == 6 and pressure.swap_blocks_free == 6
     for name in ("kv_evictions", "swapped_out_blocks", "prefix_lookup_tokens", "prefix_hit_tokens", "max_step_tokens"):
         assert getattr(pressure, name) == getattr(stats, name) > 0, name

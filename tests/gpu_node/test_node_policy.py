@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -30,7 +31,6 @@ from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.job_cost import HOLD_MS
 
 POOL = "ref"
-PATIENCE_S = 60.0
 # Torch's last bits depend on the batch, which is enough for a drawn token to be another one now and then.
 NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
 
@@ -39,13 +39,12 @@ def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContex
     return running_node(url, engine, pool=POOL, **changes)
 
 
-async def until(broker: ProducerBroker, job: JobDef, state: str, num_chunks: int = 0) -> None:
-    while True:
-        status = await broker.status(job.id, job.tenant)
-        if status.state == state and status.num_chunks >= num_chunks:
-            return
+async def until_job(broker: ProducerBroker, job: JobDef, state: str, num_chunks: int = 0) -> None:
+    def is_so(status: Any) -> bool:
         assert status.outcome is None or status.outcome.state == state
-        await asyncio.sleep(0.005)
+        return status.state == state and status.num_chunks >= num_chunks
+
+    await until(lambda: broker.status(job.id, job.tenant), is_so)
 
 
 def new_job(priority: Priority, tenant: str = "default", **params: Any) -> JobDef:
@@ -78,7 +77,7 @@ async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: 
     async with running(redis_url, engine):
         for job, weight in ((new_job(Priority.BATCH, "a"), 1.0), (new_job(Priority.INTERACTIVE, "b"), 0.3)):
             await broker.submit(Submission(job, 40, terms=Terms(weight=weight)))
-            await until(broker, job, "succeeded")
+            await until_job(broker, job, "succeeded")
     assert list(engine.callers) == [(2, "a", 1.0), (0, "b", 0.3)]
 
 
@@ -91,14 +90,14 @@ async def test_interactive_job_is_taken_while_batch_jobs_hold_all_capacity(
         batch = [new_job(Priority.BATCH, max_tokens=2000) for _ in range(4)]
         for job in batch:
             await broker.submit(Submission(job, 160))
-        await until(broker, batch[0], "running", 1)
+        await until_job(broker, batch[0], "running", 1)
         urgent = new_job(Priority.INTERACTIVE)
         await broker.submit(Submission(urgent, 40))
         if finds_room:
-            await until(broker, urgent, "succeeded")
+            await until_job(broker, urgent, "succeeded")
             assert (await broker.status(batch[0].id, "default")).state == "running"
         else:
-            await until(broker, batch[0], "running", 100)
+            await until_job(broker, batch[0], "running", 100)
             assert (await broker.status(urgent.id, "default")).state == "queued"
         assert [(await broker.status(job.id, "default")).state for job in batch[1:]] == ["queued"] * 3
 
@@ -113,13 +112,13 @@ async def test_full_engine_serves_an_interactive_job_at_once_and_no_tokens_chang
     async with running(redis_url, engine, lease_ms=15_000) as node:
         for job in batch:
             await broker.submit(Submission(job, 60))
-        await until(broker, batch[0], "running", 4)
+        await until_job(broker, batch[0], "running", 4)
         await broker.submit(Submission(urgent, 60))
-        await until(broker, urgent, "succeeded")
+        await until_job(broker, urgent, "succeeded")
         assert "running" in {(await broker.status(job.id, "default")).state for job in batch}
         pace.step_s = 0.0
         for job in batch:
-            await until(broker, job, "succeeded")
+            await until_job(broker, job, "succeeded")
         assert len(node.held_jobs) == 0
     assert engine.stats().num_preemptions > 0
     alone = make_engine(**NATIVE)
@@ -135,7 +134,7 @@ async def test_job_larger_than_the_nodes_kv_cache_runs_a_few_choices_at_a_time(
     job = new_job(Priority.STANDARD, max_tokens=120, n=8, temperature=0.9)
     async with running(redis_url, make_engine(**NATIVE, num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
         await broker.submit(Submission(job, 8 * 130))
-        await until(broker, job, "succeeded")
+        await until_job(broker, job, "succeeded")
     assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(**NATIVE), job)
 
 
@@ -149,10 +148,10 @@ async def test_preempted_job_moves_to_a_node_with_capacity_and_no_tokens_change(
     urgent = [new_job(Priority.INTERACTIVE, max_tokens=150) for _ in range(2)]
     async with running(redis_url, crowded, lease_ms=15_000) as node:
         await broker.submit(Submission(patient, 60))
-        await until(broker, patient, "running", 4)
+        await until_job(broker, patient, "running", 4)
         for job in urgent:
             await broker.submit(Submission(job, 60))
-            await until(broker, job, "running", 1)
+            await until_job(broker, job, "running", 1)
         async with running(redis_url, roomy, lease_ms=15_000) as other:
             while not len(other.held_jobs):
                 await node.shed_load()
@@ -160,7 +159,7 @@ async def test_preempted_job_moves_to_a_node_with_capacity_and_no_tokens_change(
             assert other.held_jobs.job_ids == [patient.id]
             pace.step_s = 0.0
             for job in (patient, *urgent):
-                await until(broker, job, "succeeded")
+                await until_job(broker, job, "succeeded")
     moves = [(await broker.status(job.id, "default")).preemptions for job in (patient, *urgent)]
     assert moves == [1, 0, 0]
     alone = make_engine(**NATIVE)
@@ -193,12 +192,12 @@ async def test_no_job_is_given_back_without_a_node_with_capacity(redis_url: str,
     engine = CrowdedEngine(kv_tokens=160)
     async with running(redis_url, engine, drain_s=0) as node:
         for job in batch:
-            await until(broker, job, "running", 1)
+            await until_job(broker, job, "running", 1)
         assert sum(job.expected_kv_tokens for job in node.held_jobs) > 160
         await node.shed_load()
         engine.may_end = True
         for job in batch:
-            await until(broker, job, "succeeded")
+            await until_job(broker, job, "succeeded")
             assert (await broker.status(job.id, "default")).preemptions == 0
 
 
@@ -229,11 +228,11 @@ async def test_tenant_is_charged_what_the_engine_measured(redis_url: str, redis:
     async with running(redis_url, ThirstyEngine()):
         job, next_job = [new_job(Priority.STANDARD, "payer", n=3) for _ in range(2)]
         await broker.submit(Submission(job, 40))
-        await until(broker, job, "succeeded")
+        await until_job(broker, job, "succeeded")
         owed = await cast(Any, redis.zscore(f"{keys.prefix(POOL)}:debt:1", "payer"))
         assert 3e6 <= owed <= 3e6 + 1
         await broker.submit(Submission(next_job, 40))
-        await until(broker, next_job, "succeeded")
+        await until_job(broker, next_job, "succeeded")
     charge = float(await cast(Any, redis.hget(keys.job(next_job.id), "charge")))
     assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
 
@@ -244,10 +243,9 @@ async def test_node_reports_the_lengths_of_outputs(redis_url: str, broker: Produ
         for _ in range(30):
             job = new_job(Priority.STANDARD, max_tokens=20)
             await broker.submit(Submission(job, 40))
-            await until(broker, job, "succeeded")
+            await until_job(broker, job, "succeeded")
         wanted = (len(job.prompt or "").bit_length(), (20).bit_length(), 20)
-        while wanted not in (await broker.pressure(POOL)).nodes[0].predicted_outputs:
-            await asyncio.sleep(0.01)
+        await until(lambda: broker.pressure(POOL), lambda seen: wanted in seen.nodes[0].predicted_outputs)
         assert node.held_jobs.predicted_outputs == (wanted,)
 
 

@@ -16,6 +16,7 @@ import pytest
 from fakes.command import run_command
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.gpu_node.engine import Engine
@@ -124,8 +125,7 @@ async def test_a_large_answer_takes_little_of_redis_at_a_time(redis: Redis) -> N
     assert await broker.request("node") is None
     summary = ProfileSummary("node", files={TRACE: len(file)})
     sending = asyncio.create_task(broker.send(POOL, request, summary, [file]))
-    while await redis.llen(keys.profile(POOL, request.id)) < MAX_PIECES:
-        await asyncio.sleep(0.01)
+    await until(lambda: redis.llen(keys.profile(POOL, request.id)), lambda seen: seen >= MAX_PIECES)
     await asyncio.sleep(0.2)
     assert await redis.llen(keys.profile(POOL, request.id)) == MAX_PIECES
     answered, files = await broker.answer(POOL, request)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine, reference_tokens
 from fakes.processes.running_node import PATIENCE_S, running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -79,8 +80,7 @@ async def test_progress_is_published_once_across_a_takeover_and_the_tokens_stay_
     async with asyncio.timeout(PATIENCE_S):
         async with running(redis_url, first, drain_s=0.05):
             await broker.submit(Submission(job, 50), "me")
-            while (await broker.status(job.id, "default")).num_chunks <= 10:
-                await asyncio.sleep(0.005)
+            await until(lambda: broker.status(job.id, "default"), lambda seen: seen.num_chunks > 10)
         async with running(redis_url, second):
             messages = await collecting
     assert [engine.added[0].reports_prefill for engine in (first, second)] == [asks, False]

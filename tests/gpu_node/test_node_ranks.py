@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fakes.engine_runs import kill_a_rank_at
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.contract.errors import JobFailedError
@@ -93,9 +94,7 @@ async def test_heartbeat_and_ready_tell_the_truth_while_ranks_are_lost(
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as gateway:
 
             async def until_ready_is(status: int) -> list[str]:
-                async with asyncio.timeout(PATIENCE_S):
-                    while (await gateway.get("/ready")).status_code != status:
-                        await asyncio.sleep(0.05)
+                await until(lambda: gateway.get("/ready"), lambda seen: seen.status_code == status)
                 (node,) = (await client.pressure(POOL)).nodes
                 return [node.troubles[RANKS_PART]] if RANKS_PART in node.troubles else []
 

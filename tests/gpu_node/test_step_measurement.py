@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from fakes.processes.running_node import PATIENCE_S, running_node
+from fakes.waiting import until
 from uuid_utils import uuid7
 
 from penstock.contract.errors import BusyError
@@ -35,8 +36,8 @@ async def test_a_cold_pool_refuses_foreground_work_that_would_wait_too_long(
         assert before.drain_cost_per_s == 0
         async with asyncio.timeout(PATIENCE_S):
             await node.measure_steps()
-            while not (pressure := (await broker.pressure(POOL)).nodes[0]).drain_cost_per_s:
-                await asyncio.sleep(0.02)
+            found = await until(lambda: broker.pressure(POOL), lambda seen: seen.nodes[0].drain_cost_per_s)
+            pressure = found.nodes[0]
         assert pressure.background_cost_per_s == pressure.drain_cost_per_s
         assert pressure.prefix_hit_rate is None, "no job has looked anything up"
         assert not engine.has_work()
@@ -59,11 +60,9 @@ async def test_a_job_ends_the_measurement(redis_url: str, make_engine: MakeEngin
         job = new_job(max_tokens=400)
         await broker.submit(Submission(job, 400))
         async with asyncio.timeout(PATIENCE_S):
-            while not len(node.held_jobs):
-                await asyncio.sleep(0.005)
+            await until(lambda: len(node.held_jobs))
             await node.measure_steps()
-            while (await broker.status(job.id, "default")).outcome is None:
-                await asyncio.sleep(0.02)
+            await until(lambda: broker.status(job.id, "default"), lambda seen: seen.outcome is not None)
         assert node._heartbeat.measured_costs is None
         assert engine.num_requests == 0
 
@@ -77,11 +76,10 @@ async def test_a_node_without_a_measurement_has_the_pace_of_its_first_steps(
         broker = ProducerBroker(redis)
         await broker.submit(Submission(new_job(max_tokens=20), 20))
         async with asyncio.timeout(PATIENCE_S):
-            while not len(node.held_jobs):
-                await asyncio.sleep(0.005)
+            await until(lambda: len(node.held_jobs))
             await node.measure_steps()
-            while not (pressure := (await broker.pressure(POOL)).nodes[0]).drain_cost_per_s:
-                await asyncio.sleep(0.02)
+            found = await until(lambda: broker.pressure(POOL), lambda seen: seen.nodes[0].drain_cost_per_s)
+            pressure = found.nodes[0]
         assert node._heartbeat.measured_costs is None
         assert pressure.num_steps < FEW_STEPS
 

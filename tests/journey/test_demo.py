@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from fakes.waiting import wait_until
 
 pytestmark = pytest.mark.model
 
@@ -73,10 +73,7 @@ def is_node(process: psutil.Process) -> bool:
 
 
 def wait_for_children(process: subprocess.Popen[str], number: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(psutil.Process(process.pid).children(recursive=True)) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= number)
 
 
 def start_serve(folder: Path) -> tuple[subprocess.Popen[str], str, str]:

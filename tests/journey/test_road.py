@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes.processes.node_process import NodeProcess
 from fakes.ties import num_departures
+from fakes.waiting import until
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,12 +60,12 @@ def tokens_of(chunks: Sequence[Chunk]) -> list[int]:
 
 async def wait_for_idle(broker: ProducerBroker) -> int:
     """Wait until the node's statistics show an idle node with all KV blocks free. Return its number of steps."""
-    async with asyncio.timeout(60):
-        while True:
-            (node,) = (await broker.pressure(POOL)).nodes
-            if node.num_steps and node.num_jobs == 0 and node.kv_blocks_free == node.kv_blocks_total:
-                return node.num_steps
-            await asyncio.sleep(0.1)
+
+    def is_idle(pressure: Any) -> bool:
+        (node,) = pressure.nodes
+        return bool(node.num_steps and node.num_jobs == 0 and node.kv_blocks_free == node.kv_blocks_total)
+
+    return int((await until(lambda: broker.pressure(POOL), is_idle)).nodes[0].num_steps)
 
 
 async def assert_nothing_left(redis: Redis) -> None:
@@ -75,9 +76,7 @@ async def assert_nothing_left(redis: Redis) -> None:
         if any(part in k for part in (":queue:", ":requeued:", ":waiting:", ":running:", ":open", ":request:"))
     ] == []
     # Redis notices the closed connection of the client a moment later.
-    async with asyncio.timeout(10):
-        while [c for c in await redis.pubsub_channels() if b":doorbell:" not in c]:
-            await asyncio.sleep(0.01)
+    await until(redis.pubsub_channels, lambda seen: not [c for c in seen if b":doorbell:" not in c], within_s=10)
 
 
 def departures(folder: Path, texts: Sequence[str], outputs: Sequence[list[int]]) -> int:
@@ -173,9 +172,7 @@ async def test_streams_of_a_killed_node_continue_with_the_tokens_of_an_undisturb
         async with AsyncClient(redis_url) as client:
             jobs = [await client.submit(t, temperature=0, max_tokens=60, ignore_eos=True) for t in texts]
             readers = [asyncio.create_task(read(job)) for job in jobs]
-            async with asyncio.timeout(60):
-                while client.stats.chunks < 12 * 10:
-                    await asyncio.sleep(0.01)
+            await until(lambda: client.stats.chunks >= 12 * 10)
             first.kill()
             streams = await asyncio.gather(*readers)
             losses = [(await job.status()).losses for job in jobs]
@@ -198,9 +195,7 @@ async def test_constrained_streams_of_a_killed_node_continue_with_the_tokens_of_
         async with AsyncClient(redis_url) as client:
             jobs = [await client.submit(text, seed=i, **options) for i, text in enumerate(texts)]
             readers = [asyncio.create_task(read(job)) for job in jobs]
-            async with asyncio.timeout(60):
-                while client.stats.chunks < 12 * 10:
-                    await asyncio.sleep(0.01)
+            await until(lambda: client.stats.chunks >= 12 * 10)
             first.kill()
             streams = await asyncio.gather(*readers)
             losses = [(await job.status()).losses for job in jobs]

@@ -20,6 +20,7 @@ import redis as sync_redis
 from fakes import fake_node
 from fakes.acl_users import ACL, ROLES, all_rules, confined, rules_of, serving, url_of
 from fakes.queue.harness import CONFIG, POOL, FakeNode, P, Queue, new_job
+from fakes.waiting import until
 from redis.asyncio import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
@@ -397,8 +398,7 @@ async def test_a_worker_runs_a_batch_on_the_terms_of_a_key_that_it_cannot_read(
         )
         of_worker = Files(settings, worker.files)
         holder = asyncio.create_task(BatchHolder(worker, of_worker, worker.batches).run())
-        while (batch := await gateway.batches.find(batch_id)).is_open:
-            await asyncio.sleep(0.05)
+        batch = await until(lambda: gateway.batches.find(batch_id), lambda batch: not batch.is_open)
         await cancel_until_done([holder])
         assert (batch.status, batch.num_completed) == ("completed", 1)
         found = await worker.batches.key(key.key_id)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import redis
 from fakes.acl_users import ACL, all_rules, with_passwords
+from fakes.waiting import wait_until
 from faults.tools.redis_process import free_port
 
 from penstock.runtime.embedded_redis import find_redis_server
@@ -26,15 +26,7 @@ def start(stack: ExitStack, folder: Path, *words: str) -> None:
 
 
 def until(is_reached: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + 60
-    while True:
-        try:
-            if is_reached():
-                return
-        except (redis.ConnectionError, redis.ResponseError):  # Sentinel may not have heard of a replica yet.
-            pass
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
+    wait_until(is_reached, but=(redis.ConnectionError, redis.ResponseError))  # Sentinel may know no replica yet.
 
 
 def test_replica_follows_and_sentinel_promotes_it_with_their_users_alone(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from fakes.acl_users import OBSERVER, all_rules, refusals_in, with_passwords
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
+from fakes.waiting import Deadline, until
 from faults.tools.http_reader import HttpReading, http_client
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
@@ -150,9 +151,9 @@ def refused_by(server: RedisProcess) -> list[Any]:
 
 async def stream(http: Any, gateway: GatewayProcess, reading: HttpReading, work: Work, key: str) -> None:
     """Read to the end. After each disconnect, resume after the last event."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = Deadline()
     while not reading.is_whole:
-        assert time.monotonic() < deadline, reading.error
+        deadline.check(reading.error)
         await reading.read(http, gateway.url, work, key=key)
 
 
@@ -188,13 +189,6 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
         roles.refused += refused_by(roles.server)
         roles.keep_logs()
         yield roles
-
-
-async def until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        await asyncio.sleep(0.02)
 
 
 def rows_written(roles: Roles) -> int:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fakes.acl_users import refusals_in
 from fakes.command import run_command
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.fork_client import command_of
+from fakes.waiting import wait_until
 from faults.tools.redis_process import free_port
 from fixtures.otlp_collector import OtlpCollector
 from fixtures.tiny_model import make_tiny_model
@@ -113,14 +113,13 @@ class Host:
         assert kind in ("CMD", "CMD-SHELL")
         words = [self._translate(word, service) for word in words]
         command = ["sh", "-c", *words] if kind == "CMD-SHELL" else words
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            checked = subprocess.run(command, env=self._env(service), cwd=self.data, capture_output=True, timeout=60)
-            if checked.returncode == 0:
-                return
-            assert self._running[service].poll() is None, self.log(service)
-            assert time.monotonic() < deadline, f"{checked.stdout!r} {checked.stderr!r} {self.log(service)}"
-            time.sleep(0.1)
+        options: dict[str, Any] = {"env": self._env(service), "cwd": self.data, "capture_output": True, "timeout": 60}
+        wait_until(
+            lambda: subprocess.run(command, **options),
+            lambda checked: checked.returncode == 0,
+            what=lambda: self.log(service),
+            meanwhile=lambda: self._running[service].poll() is None,
+        )
 
     def stop(self, service: str) -> int:
         """Stop a service as Docker does: SIGTERM, and after the grace period SIGKILL."""
@@ -251,7 +250,7 @@ def assert_stream_over_http(host: Host) -> None:
 def assert_metrics_for_prometheus(host: Host) -> None:
     key = (host.first_key.parent.with_name("keys-of-prometheus") / "penstock.key").read_text().strip()
     url, headers = f"http://127.0.0.1:{host.gateway_port}", {"Authorization": f"Bearer {key}"}
-    assert "penstock_nodes" in httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
+    wait_until(lambda: "penstock_nodes" in httpx.get(f"{url}/metrics", headers=headers, timeout=60).text)
     assert httpx.get(f"{url}/v1/models", headers=headers, timeout=60).status_code == 403
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from fakes.waiting import wait_until
 from faults.tools.redis_process import RedisProcess, free_port
 from fixtures.tiny_model import make_tiny_model
 from observe.grafana import BOARDS
@@ -25,7 +26,6 @@ from observe.records import substituted
 from tests.source_tree import ROOT
 
 PROMETHEUS = shutil.which("prometheus")
-START_S = 60.0
 LOAD_S = 30.0
 ABSENT = {"a GPU", "a webhook that waits", "a problem of Redis", "a stream that failed"}
 """What this test's system does not have."""
@@ -49,16 +49,11 @@ def process(log: Path, *words: str, **env: str) -> Iterator[None]:
 
 
 def until_it_answers(url: str, folder: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    logs = "\n".join(log.read_text()[-1500:] for log in folder.glob("*.log"))
-    raise TimeoutError(f"no answer of {url} in {START_S:.0f} s\n{logs}")
+    wait_until(
+        lambda: httpx.get(url, timeout=5).status_code == 200,
+        what=lambda: url + "\n" + "\n".join(log.read_text()[-1500:] for log in folder.glob("*.log")),
+        but=httpx.TransportError,
+    )
 
 
 @pytest.fixture(scope="module")

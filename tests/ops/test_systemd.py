@@ -9,13 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import Deadline
 from faults.tools.processes import GatewayProcess
 
 from penstock import Client
@@ -214,10 +214,14 @@ class Manager:
 
     def wait_for(self, text: str, within_s: float = 60.0) -> list[str]:
         """Return the messages up to the one that begins with `text`."""
-        until_s, got = time.monotonic() + within_s, list[str]()
+        deadline, got = Deadline(within_s), list[str]()
         while not got or not got[-1].startswith(text):
-            self._socket.settimeout(max(0.01, until_s - time.monotonic()))
-            got.append(self._socket.recv(4096).decode())
+            self._socket.settimeout(min(1.0, max(0.01, deadline.left_s())))
+            try:
+                got.append(self._socket.recv(4096).decode())
+            except TimeoutError:
+                if not deadline.left_s():
+                    raise
         return got
 
     def hears(self, text: str, for_s: float) -> bool:
@@ -289,8 +293,8 @@ def test_a_node_feeds_the_watchdog_only_while_its_engine_advances(
         assert manager.hears("WATCHDOG=1", 5)
         client.submit("a b c", max_tokens=4, ignore_eos=True)
         # Its first step takes 30 s. From the second look on, it stands still. Else the watchdog is fed every 0.1 s.
-        until_s = time.monotonic() + 20
+        deadline = Deadline(20)
         while manager.hears("WATCHDOG=1", 0.6):
-            assert time.monotonic() < until_s
+            deadline.check()
             manager.forget()
         node.kill()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -32,8 +33,7 @@ async def test_number_of_running_calls_is_limited_and_a_canceled_call_does_not_c
 
     hung = asyncio.create_task(beside.run(hang))
     waits = asyncio.create_task(beside.run(lambda: 1))
-    while not hangs.is_set():
-        await asyncio.sleep(0)
+    await until(hangs.is_set)
     assert not waits.done()
     hung.cancel()
     assert await waits == 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 from fakes.processes.python_process import PythonProcess
+from fakes.waiting import wait_until
 
 from tests.cli.bench.stub_server import NUM_PROBES, StubServer, running
 
@@ -17,10 +17,7 @@ def test_ctrl_c_shows_what_was_answered_so_far(tmp_path: Path) -> None:
     with running(StubServer(faults={4: "hang"})) as server:
         words = ["bench", "serve", "--base-url", server.url, "--num-prompts", "9", "--max-concurrency", "1"]
         with PythonProcess("-m", "penstock", *words, "--output-json", str(result)) as process:
-            deadline_s = time.monotonic() + 60
-            while len(server.bodies) < NUM_PROBES + 5:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.05)
+            wait_until(lambda: len(server.bodies) >= NUM_PROBES + 5)
             process.send_signal(signal.SIGINT)
             shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
+from fakes.waiting import until
 from faults.tools.redis_process import free_port
 
 from penstock.cli.machine.check import Check
@@ -106,16 +105,8 @@ async def test_a_real_replica_without_a_rotated_password_is_found(tmp_path: Path
 
 
 async def linked(port: int) -> None:
-    ends_s = time.monotonic() + 60
     with sync_redis.Redis(port=port) as replica:
-        while True:
-            try:
-                if replica.info("replication")["master_link_status"] == "up":
-                    return
-            except sync_redis.ConnectionError:
-                pass
-            assert time.monotonic() < ends_s
-            await asyncio.sleep(0.02)
+        await until(lambda: replica.info("replication")["master_link_status"] == "up", but=sync_redis.ConnectionError)
 
 
 async def test_a_redis_alone_has_no_line(redis_url: str) -> None:

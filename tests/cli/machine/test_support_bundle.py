@@ -6,9 +6,11 @@ import json
 import tarfile
 from pathlib import Path
 
+import httpx
 import pytest
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
+from fakes.waiting import wait_until
 from faults.tools.processes import GatewayProcess
 
 from penstock.cli.machine.support_bundle import effective_settings, without_secrets
@@ -27,6 +29,7 @@ def test_archive_has_every_part_of_a_running_system(redis_url: str, tmp_path: Pa
     log.write_text("a line\nredis://node:gUessMe@redis:6379/0 refused\n")
     target = tmp_path / "bundle.tar.gz"
     with NodeProcess(redis_url, name="bundled") as node, GatewayProcess(redis_url) as gateway:
+        wait_until(lambda: "penstock_nodes" in httpx.get(f"{gateway.url}/metrics", timeout=60).text)
         done = run_command(
             *("support-bundle", "--output", str(target), "--log", str(log), "--metrics", f"{gateway.url}/metrics"),
             *("--redis-url", redis_url),

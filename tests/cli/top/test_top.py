@@ -10,7 +10,6 @@ import re
 import select
 import subprocess
 import termios
-import time
 from collections.abc import Iterator
 from io import StringIO
 from typing import Any
@@ -20,6 +19,7 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
 from fakes.queue.harness import P, Queue
+from fakes.waiting import Deadline, wait_until
 from redis.asyncio import Redis
 
 from penstock import Client
@@ -31,8 +31,6 @@ from penstock.contract.priority import Priority
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
-
-PATIENCE_S = 60.0
 
 
 def top(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -54,10 +52,7 @@ def busy(redis_url: str) -> Iterator[str]:
     with node_process(redis_url, max_num_seqs=3), Client(redis_url) as client:
         for priority in (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH):
             client.submit("Once upon a time", max_tokens=1500, priority=priority)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while frame_of(redis_url)["pools"][0]["totals"]["num_running"] < 3:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
+        wait_until(lambda: frame_of(redis_url)["pools"][0]["totals"]["num_running"] >= 3)
         yield redis_url
 
 
@@ -149,13 +144,8 @@ def test_a_killed_node_is_shown_as_dead_and_its_jobs_as_taken_over(redis_url: st
 
 def wait_for(redis_url: str, reached: Any) -> dict[str, Any]:
     """Return the pool once the condition holds."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        pools = frame_of(redis_url)["pools"]
-        if pools and reached(pools[0]):
-            return dict(pools[0])
-        assert time.monotonic() < deadline_s, pools
-        time.sleep(0.2)
+    pools = wait_until(lambda: frame_of(redis_url)["pools"], lambda found: found and reached(found[0]))
+    return dict(pools[0])
 
 
 async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis: Redis) -> None:
@@ -319,10 +309,9 @@ def test_keys_sort_and_quit_on_a_terminal(busy: str) -> None:
 
 def read_until(fd: int, text: str) -> str:
     """Return the terminal's output up to and including the text."""
-    found = b""
-    deadline_s = time.monotonic() + PATIENCE_S
+    found, deadline = b"", Deadline()
     while text.encode() not in found:
-        assert time.monotonic() < deadline_s, found.decode(errors="replace")
+        deadline.check(text, found)
         if select.select([fd], [], [], 0.2)[0]:
             found += os.read(fd, 1 << 16)
     return found.decode(errors="replace")

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import httpx
+from fakes.waiting import Deadline, until
 from faults.tools.backlog_entries import Requests
 from faults.tools.soak_kills import Fleet
 from redis import Redis
@@ -72,8 +72,8 @@ class Api:
 
     async def __call__(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Call until a gateway answers with a status below 500. Raises for other statuses from 400."""
-        until_s, last = time.monotonic() + _PATIENCE_S, "no call"
-        while time.monotonic() < until_s:
+        deadline, last = Deadline(_PATIENCE_S), "no call"
+        while deadline.left_s():
             try:
                 answer = await self._http.request(method, f"{self.url}{path}", **options)
             except httpx.HTTPError as error:
@@ -164,7 +164,7 @@ class CommandEntry(OpenAIEntry):
         """Submit the rows by the command, until a gateway answers it."""
         source = self.folder / "rows.jsonl"
         source.write_text("".join(json.dumps(self._row(index)) + "\n" for index in range(self.requests.number)))
-        until_s = time.monotonic() + _PATIENCE_S
+        deadline = Deadline(_PATIENCE_S)
         while True:
             words = ("submit", str(source), "--idempotency-key", "batch", "--base-url", api.url)
             done = await asyncio.to_thread(self._run, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -172,7 +172,7 @@ class CommandEntry(OpenAIEntry):
                 batch_id = done.stdout.decode().split()[-1]
                 self._words = ("results", batch_id, str(self.folder / "out.jsonl"), "--wait", "--base-url", api.url)
                 return batch_id
-            assert time.monotonic() < until_s, done.stderr.decode()
+            deadline.check(done.stderr.decode())
 
     async def ended(self, api: Api, batch_id: str) -> Ended | None:
         """Return the ended batch once the command has ended; None while it runs."""
@@ -355,11 +355,7 @@ class BatchRun:
             return ""
 
     async def _when(self, found: Callable[[], Any]) -> Any:
-        until_s = time.monotonic() + _PATIENCE_S
-        while not (value := found()):
-            assert time.monotonic() < until_s, "the batch does not go on"
-            await asyncio.sleep(0.1)
-        return value
+        return await until(found, within_s=_PATIENCE_S, what="the batch does not go on")
 
     async def _watch_memory(self) -> None:
         while True:

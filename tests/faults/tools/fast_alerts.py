@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import httpx
 import yaml
+from fakes.waiting import wait_until
 from faults.tools.redis_process import free_port
 
 RULES = Path(__file__).parents[3] / "ops/observe/alerts.yml"
 FASTER = 10
-START_S = 60.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"\b(\d+)([smhd])\b")
 _TARGET = re.compile(r"vector\((\d+)\)")
@@ -94,10 +94,7 @@ class FastAlerts:
         words.append(f"--web.listen-address=127.0.0.1:{self._port}")
         with (self._folder / "prometheus.log").open("w") as log:
             self._process = subprocess.Popen([program, *words], stdout=log, stderr=log)
-        ends_s = time.monotonic() + START_S
-        while not self._has_scraped():
-            assert time.monotonic() < ends_s, (self._folder / "prometheus.log").read_text()[-2000:]
-            time.sleep(0.1)
+        wait_until(self._has_scraped, what=lambda: (self._folder / "prometheus.log").read_text()[-2000:])
         self.begin()
         return self
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +15,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import redis
+from fakes.waiting import wait_until
 
 from penstock.runtime.embedded_redis import find_redis_server
 
-START_TIMEOUT_S = 60.0
 _PORTS = range(10_000, 32_768)
 """Linux gives higher ones to connections: another process may get one before the server of a test listens there."""
 _given_ports = set[int]()
@@ -89,12 +88,12 @@ class RedisProcess:
         self._process = subprocess.Popen(
             [program, *words], env={**os.environ, **faked_clock(self.clock_s), **self._variables}
         )
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answers(until):
-            if time.monotonic() > deadline_s or self._process.poll() is not None:
-                log = (self.folder / "redis.log").read_text()[-2000:]
-                raise AssertionError(f"redis-server does not start (exit status {self._process.poll()}):\n{log}")
-            time.sleep(0.005)
+        process, log = self._process, self.folder / "redis.log"
+        wait_until(
+            lambda: self._answers(until),
+            what=lambda: f"redis-server does not start (exit status {process.poll()}):\n{log.read_text()[-2000:]}",
+            meanwhile=lambda: process.poll() is None,
+        )
         return self
 
     def kill(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from faults.tools.redis_process import START_TIMEOUT_S, RedisProcess, free_port
+from fakes.waiting import wait_until
+from faults.tools.redis_process import RedisProcess, free_port
 
 
 class ReplicatedRedis:
@@ -26,19 +26,13 @@ class ReplicatedRedis:
 
     def wait_for_replica(self) -> None:
         """Wait until the primary lists the replica as connected, and has heard of it just now."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
         with self.primary.client() as client:
-            while client.wait(1, 100) != 1 or not client.role()[2]:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
+            wait_until(lambda: client.wait(1, 100) == 1 and client.role()[2])
 
     def wait_for_loss(self) -> None:
         """Wait until the primary lists no replica."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
         with self.primary.client() as client:
-            while client.role()[2]:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
+            wait_until(lambda: not client.role()[2])
 
     def replica_has(self, key: str) -> bool:
         """Return whether the replica has a key now."""

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import redis
-from faults.tools.redis_process import START_TIMEOUT_S, RedisProcess, free_port
+from fakes.waiting import wait_until
+from faults.tools.redis_process import RedisProcess, free_port
 
 from penstock.runtime.embedded_redis import find_redis_server
 
@@ -236,12 +237,4 @@ def _knows_roles(sentinel: redis.Redis, primary_port: int, replica_port: int) ->
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            if holds():
-                return
-        except redis.RedisError:
-            pass
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(holds, but=redis.RedisError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 from fakes.fake_node import MODEL, FakeNode
+from fakes.waiting import Deadline
 from fakes.webhook_receiver import Received, Reply, WebhookReceiver
 from faults.tools.processes import GatewayProcess
 from faults.tools.rebinding import INSIDE, NAME, OUTSIDE
@@ -171,10 +171,8 @@ async def _kill(
 
 async def _until_told(receiver: WebhookReceiver, wanted: set[tuple[str, str]], num_jobs: int) -> list[tuple[str, str]]:
     """Wait until each event was accepted once, or long enough. Return those that were not."""
-    until_s = time.monotonic() + 60 + num_jobs / 10
-    while untold := wanted - {_key_of(one) for one in list(receiver.accepted)}:
-        if time.monotonic() > until_s:
-            break
+    deadline = Deadline(60 + num_jobs / 10)
+    while (untold := wanted - {_key_of(one) for one in list(receiver.accepted)}) and deadline.left_s():
         await asyncio.sleep(0.1 + num_jobs / 50_000)
     return sorted(untold)
 
@@ -196,8 +194,8 @@ async def _until_quiet(client: AsyncClient) -> int:
     One that was accepted is pending as long as its gateway was killed before it could say so: until its lease ends,
     and until a further attempt is accepted. The pauses between attempts double, up to about 10 s here.
     """
-    until_s = time.monotonic() + MOST_QUIET_S
-    while (left := sum((await client.webhooks.queue.stats()).pending.values())) and time.monotonic() < until_s:
+    deadline = Deadline(MOST_QUIET_S)
+    while (left := sum((await client.webhooks.queue.stats()).pending.values())) and deadline.left_s():
         await asyncio.sleep(0.1)
     return left
 

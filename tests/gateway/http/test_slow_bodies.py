@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fakes.waiting import Deadline, wait_until
 
 from penstock.gateway.request.reading import BODY_STEP_BYTES, MAX_SMALL_BYTES_HELD_OF_TENANT
 from tests.gateway.conftest import MODEL, EchoEngine
@@ -37,15 +37,12 @@ def test_slow_bodies_hold_what_has_arrived_and_delay_no_other(url: str, engine: 
         for _ in range(NUM_SLOW):
             slow = connections.enter_context(socket.create_connection((address.hostname, address.port)))
             slow.sendall(f"{HEAD}{length}\r\n\r\n".encode() + framed)
-        until_s = time.monotonic() + 60
-        while held_bytes(url) < NUM_SLOW * 2 * BODY_STEP_BYTES:
-            assert time.monotonic() < until_s
+        wait_until(lambda: held_bytes(url) >= NUM_SLOW * 2 * BODY_STEP_BYTES)
         headers = {"content-type": "application/json"}
         answer = httpx.post(f"{url}/v1/completions", content=in_chunks(), headers=headers, timeout=60)
         assert answer.json()["choices"][0]["text"] == "hello"
         assert held_bytes(url) == NUM_SLOW * 2 * BODY_STEP_BYTES
-    while held_bytes(url):
-        assert time.monotonic() < until_s
+    wait_until(lambda: not held_bytes(url))
 
 
 def test_many_small_bodies_of_one_tenant_take_bounded_memory_and_further_ones_are_refused(url: str) -> None:
@@ -59,10 +56,10 @@ def test_many_small_bodies_of_one_tenant_take_bounded_memory_and_further_ones_ar
         ]
         for one in slow:
             one.setblocking(False)
-        left, refused, until_s = dict.fromkeys(slow, begun), b"", time.monotonic() + 60
+        left, refused, deadline = dict.fromkeys(slow, begun), b"", Deadline()
         # All but the last byte of each body, and one connection gets an answer.
         while b"body_memory_full" not in refused:
-            assert time.monotonic() < until_s
+            deadline.check()
             for one in slow:
                 with suppress(BlockingIOError, ConnectionError):
                     refused += b"" if b"body_memory_full" in refused else one.recv(1000)
@@ -73,5 +70,4 @@ def test_many_small_bodies_of_one_tenant_take_bounded_memory_and_further_ones_ar
         headers = {"content-type": "application/json"}
         answer = httpx.post(f"{url}/v1/completions", content=BODY, headers=headers, timeout=60)
         assert answer.json()["choices"][0]["text"] == "hello"
-    while held_bytes(url):
-        assert time.monotonic() < until_s
+    wait_until(lambda: not held_bytes(url))

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fakes.waiting import Deadline, wait_until
 
 from penstock.gateway.http.protocol import MAX_UNSENT_BYTES
 from tests.gateway.conftest import EchoEngine, Stack
@@ -60,8 +61,8 @@ def test_readers_that_stop_are_cut_off_with_bounded_memory_while_another_reads_o
         reading = open_connections.enter_context(ThreadPoolExecutor()).submit(
             httpx.post, url + "/v1/chat/completions", json=BODY, timeout=60
         )
-        most_bytes, until_s = 0, time.monotonic() + 60
-        while (not reading.done() or num_open_streams(url)) and time.monotonic() < until_s:
+        most_bytes, deadline = 0, Deadline()
+        while (not reading.done() or num_open_streams(url)) and deadline.left_s():
             most_bytes = max(most_bytes, *map(num_kernel_bytes, stopped))
             time.sleep(0.1)
         answer = reading.result()
@@ -101,11 +102,9 @@ def test_slow_reader_of_a_whole_answer_returns_the_memory_of_its_result(
     # For so long the result is kept, and must be seen.
     url = stack.start_gateway(send_timeout_s=1.0)
     with stopped_reader(url, stream=False, n=2) as connection:
-        until_s = time.monotonic() + 60
-        while not result_bytes(url):
-            assert time.monotonic() < until_s
-            time.sleep(PAUSE_S)
+        wait_until(lambda: result_bytes(url))
+        deadline = Deadline()
         while result_bytes(url):
-            assert time.monotonic() < until_s, "the result is kept for the slow reader"
+            deadline.check("the result is kept for the slow reader")
             connection.recv(100)
             time.sleep(PAUSE_S)

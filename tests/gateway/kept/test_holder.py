@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fakes.waiting import wait_until
+
 from penstock.gateway.kept.slots import ConnectionTable, mapped, memory_bytes
 from penstock.runtime.kept_sockets import KEEP, Inherited, receive_message
 
@@ -184,10 +186,11 @@ def test_a_holder_without_a_keeper_ends() -> None:
 
 def test_a_holder_ends_with_its_gateway_and_is_small() -> None:
     with started() as (gateway, control, _):
-        until_s = time.monotonic() + 30
-        while "Name:\tgateway-holder\n" not in (status := Path(f"/proc/{gateway.holder}/status").read_text()):
-            assert time.monotonic() < until_s, status
-            time.sleep(0.01)
+        status = wait_until(
+            lambda: Path(f"/proc/{gateway.holder}/status").read_text(),
+            lambda one: "Name:\tgateway-holder\n" in one,
+            within_s=30,
+        )
         resident_kib = int(status.partition("VmRSS:")[2].split()[0])
         assert resident_kib < 64 << 10
         gateway.kill()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.engine_runs import check_idle
+from fakes.waiting import until
 
 from penstock import (
     AsyncEngine,
@@ -140,8 +141,7 @@ def test_asynchronous_requests_end_by_abort_by_closing_and_with_the_engine(tiny_
             rest = [output async for output in aborted]
             assert all(output.usage is None for output in rest)
             whole = asyncio.create_task(engine.generate([5], long, request_id="task"))
-            while (await engine.stats()).num_running == 0:
-                await asyncio.sleep(0.001)
+            await until(engine.stats, lambda seen: seen.num_running != 0)
             await engine.abort("task")
             with pytest.raises(JobCancelledError, match="request task was aborted"):
                 await whole

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
+from fakes.waiting import wait_until
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
@@ -107,10 +108,7 @@ def saying(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_node_that_is_killed_or_stopped_loses_its_word_within_a_second(folder: Path, number: int) -> None:
     batch = joined(folder)
     with saying(folder) as process:
-        deadline_s = time.monotonic() + 10
-        while batch.pause_s(time.monotonic(), has_foreground=False) == 0:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.005)
+        wait_until(lambda: batch.pause_s(time.monotonic(), has_foreground=False))
         process.send_signal(number)
         # What it said last is at most as old as now.
         assert batch.pause_s(time.monotonic() + WORD_S + 0.05, has_foreground=False) == 0
@@ -134,30 +132,25 @@ def test_an_engine_holds_its_background_requests_and_runs_others(folder: Path) -
     worker = EngineWorker(ReferenceEngine(), delivered.extend, gate=joined(folder, share=0.0))
     worker.start()
     try:
-        ends_s = time.monotonic() + 10
 
         def run(name: str, *, background: bool) -> None:
             request = EngineRequest(name, [1, 2], SamplingParams(max_tokens=2), seed=1, background=background)
             worker.add(request, lambda error: None)
 
-        def until_ended(name: str) -> None:
-            while not any(one.request_id == name and one.finish_reason for one in delivered):
-                assert time.monotonic() < ends_s
-                chat.pause_s(time.monotonic(), has_foreground=True)
-                time.sleep(0.005)
+        def has_ended(name: str) -> bool:
+            return any(one.request_id == name and one.finish_reason for one in delivered)
+
+        def says_it_has_work() -> bool:
+            return chat.pause_s(time.monotonic(), has_foreground=True) is not None
 
         chat.pause_s(time.monotonic(), has_foreground=True)
         run("batch", background=True)
-        while not worker.is_held:
-            assert time.monotonic() < ends_s
-            chat.pause_s(time.monotonic(), has_foreground=True)
+        wait_until(lambda: worker.is_held, meanwhile=says_it_has_work)
         assert not delivered
         run("chat", background=False)
-        until_ended("chat")
+        wait_until(lambda: has_ended("chat"), meanwhile=says_it_has_work)
         chat.idle()
-        while not any(one.request_id == "batch" and one.finish_reason for one in delivered):
-            assert time.monotonic() < ends_s
-            time.sleep(0.005)
+        wait_until(lambda: has_ended("batch"))
     finally:
         worker.stop()
         worker.stopped.result(5)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from fakes.waiting import until
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import format_trace_id
@@ -36,9 +37,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, num_lines: int) -> list[dict[str, Any]]:
-    async with asyncio.timeout(60):
-        while len(lines_of(caplog)) < num_lines:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(lines_of(caplog)) >= num_lines)
     return lines_of(caplog)
 
 
@@ -85,8 +84,7 @@ async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptu
         asyncio.timeout(60),
     ):
         await (await client.submit("hello", max_tokens=5)).result()
-        while node.held_jobs.counts.finished < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: node.held_jobs.counts.finished >= 1)
     assert lines_of(caplog) == []
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
+from fakes.waiting import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError
@@ -74,8 +75,7 @@ async def test_metrics_of_a_working_node(redis_url: str) -> None:
             jobs = [await client.submit("hello", max_tokens=20) for _ in range(3)]
             for job in jobs:
                 await job.result()
-            while node.held_jobs.counts.finished < 3:
-                await asyncio.sleep(0.01)
+            await until(lambda: node.held_jobs.counts.finished >= 3)
             found = await scrape(port)
     assert before["penstock_node_taken_total"] == before["penstock_node_emit_seconds_count"] == 0
     assert (found["penstock_node_taken_total"], found["penstock_node_finished_total"]) == (3, 3)
@@ -100,8 +100,7 @@ async def test_metrics_of_the_pace_and_of_the_cpu_time_of_sending(
         with serving_metrics(node, settings_of(redis_url)) as port:
             before = await scrape(port)
             await (await client.submit("hello", max_tokens=20)).result()
-            while not node.held_jobs.counts.finished:
-                await asyncio.sleep(0.01)
+            await until(lambda: node.held_jobs.counts.finished)
             found = await scrape(port)
     names = ("sends_total", "sent_chunks_total", "send_cpu_seconds_total")
     assert [before[f"penstock_node_{name}"] for name in names] == [0, 0, 0]
@@ -120,8 +119,7 @@ async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> No
             left = await client.submit("hello", max_tokens=400, ignore_eos=True, priority=Priority.STANDARD)
             await anext(left.stream())
             await left.cancel()
-            while node.held_jobs.counts.finished < 4:
-                await asyncio.sleep(0.01)
+            await until(lambda: node.held_jobs.counts.finished >= 4)
             found = await scrape(port)
     for name in ("queue", "prefill", "time_to_first_token"):
         assert found[f"penstock_job_{name}_seconds_count:reference:batch"] == 1
@@ -142,8 +140,7 @@ async def test_longest_choice_of_a_job_is_counted_under_the_name_of_vllm(redis_u
         with serving_metrics(node, settings_of(redis_url)) as port:
             await (await client.submit("hello", max_tokens=20, n=3, temperature=1.0, ignore_eos=True)).result()
             await (await client.submit("hello", max_tokens=5, ignore_eos=True)).result()
-            while node.held_jobs.counts.finished < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: node.held_jobs.counts.finished >= 2)
             found = await scrape(port)
     assert found["vllm:request_max_num_generation_tokens_sum:0:reference"] == 20 + 5
     assert found["vllm:request_generation_tokens_sum:0:reference"] == 3 * 20 + 5
@@ -156,8 +153,7 @@ async def test_a_job_that_was_taken_over_counts_no_second_first_token(redis_url:
             await anext(job.stream())
         async with running(redis_url) as second:
             await job.result()
-            while second.held_jobs.counts.finished < 1:
-                await asyncio.sleep(0.01)
+            await until(lambda: second.held_jobs.counts.finished >= 1)
             with serving_metrics(second, settings_of(redis_url)) as port:
                 found = await scrape(port)
     assert found["penstock_job_queue_seconds_count:reference:standard"] == 0
@@ -172,8 +168,9 @@ async def test_waiting_requests_under_the_name_of_vllm_include_the_queue(redis_u
         with serving_metrics(node, settings_of(redis_url)) as port:
             jobs = [await client.submit("hello", max_tokens=400, ignore_eos=True) for _ in range(5)]
             await anext(jobs[0].stream())
-            while node.held_jobs.counts.queue_share < 4 or not (node.engine_stats and node.engine_stats.num_running):
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: node.held_jobs.counts.queue_share >= 4 and node.engine_stats and node.engine_stats.num_running
+            )
             found = await scrape(port)
             for job in jobs:
                 await job.cancel()
@@ -201,8 +198,7 @@ async def test_dashboards_of_vllm_find_their_metrics(redis_url: str, tiny_model:
         with serving_metrics(node, settings) as port:
             for _ in range(2):
                 await (await client.submit("A long prompt. " * 20, max_tokens=8, ignore_eos=True)).result()
-            while node.engine_stats is None or node.engine_stats.decode_tokens < 16:
-                await asyncio.sleep(0.05)
+            await until(lambda: node.engine_stats is not None and node.engine_stats.decode_tokens >= 16)
             found = await scrape(port)
     node.stop()
     await task
@@ -306,8 +302,8 @@ async def test_engine_time_counts_by_class_and_its_shares_reach_the_pool(redis_u
         with serving_metrics(node, settings) as port:
             await (await client.submit("A prompt.", max_tokens=32, ignore_eos=True)).result()
             await (await client.submit("A prompt.", max_tokens=4, ignore_eos=True, background=False)).result()
-            while (shares := (await client.pool_stats())[0][0].queue.engine_shares) is None or not shares[1]:
-                await asyncio.sleep(0.05)
+            found = await until(client.pool_stats, lambda stats: (stats[0][0].queue.engine_shares or [0, 0])[1])
+            shares = found[0][0].queue.engine_shares
             found = await scrape(port)
     node.stop()
     await task

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
+from fakes.waiting import until
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
@@ -138,8 +139,7 @@ async def test_token_that_arrives_during_a_send_waits_without_polling() -> None:
     async with running_rig() as rig:
         rig.broker.on_emit = lambda: rig.outbox.deliver(step(1)) if rig.broker.num_emitted == 1 else None
         rig.outbox.deliver(step(0))
-        while rig.broker.num_emitted < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.broker.num_emitted >= 2)
         assert rig.job.choice_so_far(0)[0] == (0, 1)
         assert rig.pace.num_asked < 20
 
@@ -152,12 +152,10 @@ async def test_engine_paused_by_the_backlog_of_a_job_resumes_when_that_job_is_lo
     async with running_rig() as rig:
         rig.broker.on_emit = fail
         rig.outbox.deliver(step(0, "a" * 2 * MAX_UNSENT_BYTES))
-        while not rig.worker.is_paused:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.worker.is_paused)
         await asyncio.sleep(0.1)  # it has waited out its pause, and waits for the next send
         rig.outbox.drop(rig.job)
-        while rig.worker.is_paused:
-            await asyncio.sleep(0.001)
+        await until(lambda: not rig.worker.is_paused)
 
 
 @pytest.mark.parametrize("has_ended", [False, True], ids=["running", "ended"])
@@ -211,8 +209,7 @@ async def test_steps_during_a_call_leave_together_after_its_answer() -> None:
         await one_round()
     assert [(e.index, len(e.chunks)) for e in rig.broker.emitted] == [(0, 1)]
     rig.broker.unanswered.pop()()
-    while not rig.broker.unanswered:
-        await asyncio.sleep(0.001)
+    await until(lambda: rig.broker.unanswered)
     rig.broker.unanswered.pop()()
     assert [(e.index, len(e.chunks)) for e in rig.broker.emitted] == [(0, 1), (1, 1)]
     assert rig.job.choice_so_far(0)[0] == (0, 1, 2, 3)
@@ -227,8 +224,7 @@ async def test_a_failed_quick_call_is_repeated_by_a_flush_with_the_same_chunks()
         rig.outbox.deliver(step(1))
         assert rig.broker.num_started == 1 and rig.broker.num_emitted == 0
         rig.broker.unanswered.pop()()
-        while rig.job.num_acknowledged < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.job.num_acknowledged >= 2)
         assert [e.index for e in rig.broker.emitted] == [0]
         assert len(rig.broker.emitted[0].chunks) == 2
 
@@ -236,8 +232,7 @@ async def test_a_failed_quick_call_is_repeated_by_a_flush_with_the_same_chunks()
 async def test_without_an_open_connection_tokens_leave_by_a_flush() -> None:
     async with running_rig() as rig:
         rig.outbox.deliver(step(0))
-        while not rig.job.num_acknowledged:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.job.num_acknowledged)
         assert (rig.broker.num_started, rig.broker.num_emitted) == (0, 1)
 
 
@@ -276,8 +271,7 @@ async def test_an_answer_that_ends_the_job_ends_it_in_redis() -> None:
         rig.outbox.deliver(step(0))
         await one_round()
         rig.broker.unanswered.pop()()
-        while not rig.broker.finished:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.broker.finished)
         assert rig.job.outcome is not None and rig.job.outcome.state == "cancelled"
 
 
@@ -296,12 +290,10 @@ async def test_a_job_that_is_cancelled_while_its_end_is_stored_is_finished_and_c
         held_jobs = rig.outbox._held_jobs
         rig.broker.may_finish.clear()
         rig.outbox.end(rig.job, Outcome("succeeded"))
-        while not rig.broker.finished:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.broker.finished)
         rig.outbox.end_as(rig.job.job_id, "CANCEL")
         rig.broker.may_finish.set()
-        while len(held_jobs) or rig.outbox._is_flushing:
-            await asyncio.sleep(0.001)
+        await until(lambda: not len(held_jobs) and not rig.outbox._is_flushing)
         assert len(rig.broker.finished) == 1
         assert held_jobs.counts.finished == 1
 
@@ -316,16 +308,14 @@ async def test_a_first_token_of_a_chat_waits_for_few_ends_of_background_jobs() -
             job.open(SamplingParams(max_tokens=1))
             held_jobs.add(job)
             rig.outbox.end(job, Outcome("succeeded"))
-        while not rig.broker.finished:
-            await asyncio.sleep(0.001)
+        await until(lambda: rig.broker.finished)
         num_before = len(rig.broker.finished)
         rig.outbox.deliver(step(0))
         num_ended_when_sent = list[int]()
         rig.broker.on_emit = lambda: num_ended_when_sent.append(len(rig.broker.finished))
         await asyncio.sleep(0.01)
         rig.broker.may_finish.set()
-        while len(held_jobs) > 1 or rig.outbox._is_flushing:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(held_jobs) <= 1 and not rig.outbox._is_flushing)
         assert len({one.job_id for one in rig.broker.finished}) == len(rig.broker.finished) == 100
         assert num_ended_when_sent == [num_before]
         assert num_before <= ENDS_PER_PART
@@ -341,8 +331,7 @@ async def test_ends_of_background_jobs_that_fail_to_leave_are_sent_again() -> No
             job.open(SamplingParams(max_tokens=1))
             held_jobs.add(job)
             rig.outbox.end(job, Outcome("succeeded"))
-        while len(held_jobs) > 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(held_jobs) <= 1)
         assert held_jobs.counts.outages == 1
         assert held_jobs.counts.finished == 40
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import PATIENCE_S, running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.gpu_node.engine import RankStats
@@ -86,8 +87,7 @@ async def test_node_joins_once_its_engine_has_statistics(redis_url: str, caplog:
     engine = SilentEngine()
 
     async def tell() -> None:
-        while "the engine has not answered yet" not in caplog.text:
-            await asyncio.sleep(0.01)
+        await until(lambda: "the engine has not answered yet" in caplog.text)
         engine.may_tell.set()
 
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
@@ -103,15 +103,12 @@ async def test_the_end_of_a_silent_nodes_lease_is_noticed_at_once(redis: Redis, 
         running_node(redis_url, ReferenceEngine(), pool="silent", lease_ms=lease_ms) as node,
         asyncio.timeout(PATIENCE_S),
     ):
-        first_ms = beat_ms = await redis.zscore(nodes, node.node_id)
-        while beat_ms == first_ms:
-            await asyncio.sleep(0.01)
-            beat_ms = await redis.zscore(nodes, node.node_id)
+        first_ms = await redis.zscore(nodes, node.node_id)
+        beat_ms = await until(lambda: redis.zscore(nodes, node.node_id), lambda seen: seen != first_ms)
         assert beat_ms is not None
         # The next heartbeat comes after 2 s, and the one behind it would after 4 s.
         ends_ms = beat_ms + 3000
         await redis.zadd(nodes, {"dead": ends_ms - lease_ms})
-        while await redis.zscore(nodes, "dead") is not None:
-            await asyncio.sleep(0.01)
+        await until(lambda: redis.zscore(nodes, "dead"), lambda seen: seen is None)
         seconds, us = await redis.time()
         assert 0 <= 1000 * seconds + us / 1000 - ends_ms < 600

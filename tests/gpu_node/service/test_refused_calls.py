@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import PATIENCE_S, running_node
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -46,20 +47,14 @@ async def test_a_node_goes_on_after_a_call_that_redis_refuses(
             needs_reader=False,
         )
         await broker.submit(Submission(job, 100))
-        troubled: list[NodePressure] = []
-        while not troubled:
-            pressure = await broker.pressure(POOL)
-            troubled = [
-                one
-                for one in pressure.nodes
-                if call in one.troubles.get(SCRIPTS_PART, "").replace("heartbeat", "sweep")
-            ]
-            await asyncio.sleep(0.02)
-        assert not troubled[0].takes_jobs
+
+        def is_troubled(node: NodePressure) -> bool:
+            return call in node.troubles.get(SCRIPTS_PART, "").replace("heartbeat", "sweep")
+
+        pressure = await until(lambda: broker.pressure(POOL), lambda seen: any(map(is_troubled, seen.nodes)))
+        assert not next(filter(is_troubled, pressure.nodes)).takes_jobs
         refuses = False
-        while not all(one.takes_jobs for one in (await broker.pressure(POOL)).nodes):
-            await asyncio.sleep(0.02)
-        while (outcome := (await broker.status(job.id, "default")).outcome) is None:
-            await asyncio.sleep(0.02)
-        assert outcome.state == "succeeded"
+        await until(lambda: broker.pressure(POOL), lambda seen: all(one.takes_jobs for one in seen.nodes))
+        ended = await until(lambda: broker.status(job.id, "default"), lambda seen: seen.outcome is not None)
+        assert ended.outcome.state == "succeeded"
         assert node.held_jobs.counts.failed_rounds > 0

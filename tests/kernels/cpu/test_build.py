@@ -9,11 +9,11 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.kernels.cpu import build
 from penstock.kernels.cpu.build import BuildError, library_path, prebuild
@@ -245,15 +245,13 @@ def test_compilers_end_with_the_process_that_started_them(sources: Path, tmp_pat
     command = [sys.executable, "-c", BUILD_AT_ONCE, str(sources), str(tmp_path / "cache")]
     env = os.environ | {"CXX": str(compiler)}
     with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-        until_s = time.monotonic() + 60
-        while not (pids.exists() and pids.read_text().endswith("\n")):
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
         process.send_signal(number)
     grandchild = int(pids.read_text().split()[0])
-    while Path(f"/proc/{grandchild}").exists() and _state_of(grandchild) != "Z":
-        assert time.monotonic() < until_s, "the compiler outlives the process"
-        time.sleep(0.01)
+    wait_until(
+        lambda: not Path(f"/proc/{grandchild}").exists() or _state_of(grandchild) == "Z",
+        what="the compiler outlives the process",
+    )
 
 
 def _state_of(pid: int) -> str:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.python_process import PythonProcess
+from fakes.waiting import wait_until
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -97,8 +97,4 @@ def num_lines(path: Path) -> int:
 
 def wait_for_lines(path: Path, count: int, writer: subprocess.Popen[str]) -> None:
     """Wait until `writer` has written this many rows."""
-    deadline = time.monotonic() + 60
-    while num_lines(path) < count:
-        assert writer.poll() is None, writer.communicate()[0]
-        assert time.monotonic() < deadline, f"{num_lines(path)} rows"
-        time.sleep(0.01)
+    wait_until(lambda: num_lines(path), lambda number: number >= count, meanwhile=lambda: writer.poll() is None)

@@ -324,6 +324,5 @@ def test_a_worker_logs_as_the_other_processes_do(app: Celery, idle_log: Path) ->
     def events() -> list[dict[str, str]]:
         return [json.loads(line) for line in idle_log.read_text().splitlines() if line.startswith("{")]
 
-    while not (done := [event for event in events() if "succeeded" in event["message"]]):
-        time.sleep(0.05)
+    done = wait_until(lambda: [event for event in events() if "succeeded" in event["message"]])
     assert done[0]["level"] == "INFO" and done[0]["time"]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from fakes.waiting import wait_until
 from faults.tools.redis_process import faked_clock, find_libfaketime
 
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.settings import CelerySettings
 from tests.producer.batch.conftest import chat_row, kill_group
-from tests.producer.batch.test_celery import assert_whole, has_tasks, send_file, wait_until, worker
+from tests.producer.batch.test_celery import assert_whole, has_tasks, send_file, worker
 
 pytestmark = [
     pytest.mark.process,

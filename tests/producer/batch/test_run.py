@@ -23,6 +23,7 @@ import pytest
 import redis as sync_redis
 from fakes.command import run_command
 from fakes.processes.reference_engine import reference_tokens, text_of
+from fakes.waiting import until
 
 from penstock.contract.errors import (
     BusyError,
@@ -311,8 +312,7 @@ async def test_an_incomplete_output_is_not_taken_for_a_finished_one(tmp_path: Pa
 async def test_one_output_has_one_writer(served_url: str, tmp_path: Path) -> None:
     batch = batch_of(tmp_path, [chat_row(f"row-{i}", max_tokens=400) for i in range(20)])
     first = asyncio.create_task(run_batch(served_url, batch))
-    while not (tmp_path / "out.jsonl.partial").exists():
-        await asyncio.sleep(0.005)
+    await until((tmp_path / "out.jsonl.partial").exists)
     with pytest.raises(BusyError, match="another run") as caught:
         await run_batch(served_url, batch)
     assert caught.value.code == "batch_running"

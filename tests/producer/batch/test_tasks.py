@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 from celery.signals import worker_shutdown
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import RequestError, UnavailableError
 from penstock.producer.batch import records
@@ -100,8 +101,7 @@ def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(
         with (tmp_path / "out.jsonl.partial").open("ab") as partial:
             fcntl.flock(partial, fcntl.LOCK_EX)
             done = thread.submit(run)
-            while "task.retries_in_place" not in caplog.text and not done.done():
-                time.sleep(0.01)
+            wait_until(lambda: "task.retries_in_place" in caplog.text or done.done())
         assert done.result(timeout=60)["num_answered"] == 1
     # A worker's end closes the client that its tasks share.
     worker_shutdown.send(sender=app)

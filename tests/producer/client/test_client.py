@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
 from fakes.other_version import REFUSAL, make_pool_of_other_version
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -176,8 +177,7 @@ async def test_leaving_a_non_background_job_cancels_it(client: AsyncClient, redi
         for leaving in (job, background):
             async with aclosing(leaving.stream()) as stream:
                 await anext(stream)
-        while job.id in node.jobs:
-            await asyncio.sleep(0.01)
+        await until(lambda: job.id not in node.jobs)
         assert (await client.result(job.id, check=False)).outcome.code == "unread"
         assert (await background.status()).state == "running"
         await background.cancel()
@@ -200,10 +200,8 @@ async def test_job_whose_handle_is_dropped_is_canceled_unless_it_is_a_background
 ) -> None:
     async with FakeNode(redis_url, step_s=0.01, reattach_grace_ms=50) as node:
         job_id = (await client.submit("hello", max_tokens=3000, background=False)).id
-        while job_id not in node.jobs:
-            await asyncio.sleep(0.01)
-        while node.jobs:
-            await asyncio.sleep(0.01)
+        await until(lambda: job_id in node.jobs)
+        await until(lambda: not node.jobs)
         assert (await client.status(job_id)).state == "cancelled"
 
 
@@ -311,9 +309,7 @@ async def test_pressure_is_what_the_nodes_report(client: AsyncClient, told_node:
     await client.submit("hello", max_tokens=10)
     pressure = await client.pressure(POOL)
     assert pressure.nodes == (told_node.pressure,)
-    async with asyncio.timeout(60):
-        while sum((await client.pressure(POOL)).backlog_cost) <= 10:
-            await asyncio.sleep(0.01)
+    await until(lambda: client.pressure(POOL), lambda seen: sum(seen.backlog_cost) > 10)
 
 
 async def test_nothing_served_is_unavailable(client: AsyncClient) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from fakes.fake_node import FakeNode, fake_tokens
+from fakes.waiting import until
 from faults.tools.redis_process import RedisProcess
 from faults.tools.replica import ReplicatedRedis
 
@@ -57,9 +58,7 @@ class Reading:
             self.tokens += chunk.token_ids
 
     async def until(self, num_tokens: int) -> None:
-        async with asyncio.timeout(30):
-            while len(self.tokens) < num_tokens:
-                await asyncio.sleep(0.002)
+        await until(lambda: len(self.tokens) >= num_tokens)
 
 
 def paused(pair: ReplicatedRedis, request: pytest.FixtureRequest) -> None:
@@ -143,8 +142,7 @@ async def test_what_is_held_is_dropped_with_its_connection_and_the_log_is_read_a
     await asyncio.sleep(0.2)
     assert len(reading.tokens) == 1
     await redis.client_kill_filter(_type="pubsub")
-    while reader.stats.resubscribes < 1:
-        await asyncio.sleep(0.01)
+    await until(lambda: reader.stats.resubscribes >= 1)
     pair.replica.resume()
     await reading.until(2)
     assert reading.tokens == [fake_tokens(job.id, 1)[0], 7]

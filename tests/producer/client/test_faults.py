@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
@@ -129,8 +130,7 @@ async def test_slow_reader_gets_the_rest_from_the_result_once_the_log_has_expire
         seen = await read_some(stream, 3)
         await run.say(48)
         await run.finish()
-        while await redis.exists(keys.log(job.id)):
-            await asyncio.sleep(0.05)
+        await until(lambda: redis.exists(keys.log(job.id)), lambda seen: not seen)
         check_whole(seen + await read_all(stream), job, 50, num_choices=2)
 
 
@@ -140,8 +140,7 @@ async def test_killed_subscriptions_are_renewed(quick_client: AsyncClient, node:
     readings = [asyncio.create_task(read_all(job.stream())) for job in jobs]
     for number in range(1, 4):
         await kill_subscriptions(redis)
-        while quick_client.stats.resubscribes < number:
-            await asyncio.sleep(0.01)
+        await until(lambda least=number: quick_client.stats.resubscribes >= least)
     for job, reading in zip(jobs, readings, strict=True):
         check_whole(await reading, job, 150)
 
@@ -152,9 +151,7 @@ async def test_a_client_that_lost_its_rights_says_so(
     await redis.execute_command("ACL", "SETUSER", "default", "-publish", "-subscribe")
     try:
         await kill_subscriptions(redis)
-        async with asyncio.timeout(PATIENCE_S):
-            while "redis refused" not in caplog.text:
-                await asyncio.sleep(0.05)
+        await until(lambda: "redis refused" in caplog.text)
     finally:
         await redis.execute_command("ACL", "SETUSER", "default", "+publish", "+subscribe")
     assert "redis is unreachable" in caplog.text
@@ -190,8 +187,7 @@ async def test_open_subscription_that_receives_nothing_is_renewed(
     """The echo is what proves it: here messages go nowhere, as behind a half-dead proxy."""
     inbox = quick_client.servers.directory.inbox
     inbox._channel, channel = "penstock:echo:elsewhere", inbox._channel
-    while quick_client.stats.resubscribes == 0:
-        await asyncio.sleep(0.05)
+    await until(lambda: quick_client.stats.resubscribes != 0)
     inbox._channel = channel
     assert (await (await quick_client.submit("hello")).result()).outcome.state == "succeeded"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, cast
 
 import pytest
 from fakes.fake_node import KV_TOKENS, POOL, FakeJob, FakeNode, Say, fake_tokens
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.contract.errors import (
@@ -80,12 +81,6 @@ async def is_canceled(job: FakeJob) -> bool:
     return answer == "CANCEL"
 
 
-async def wait_until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_true():
-            await asyncio.sleep(0.01)
-
-
 def is_whole(result: Result, num_tokens: int) -> bool:
     return result.token_ids == tuple(fake_tokens(result.job_id, num_tokens))
 
@@ -150,7 +145,7 @@ async def test_map_reads_no_more_prompts_than_it_may_hold(client: AsyncClient, t
         assert prompts.num_read == 5, "none of the five has ended"
         for job in others:
             await job.finish()
-        await wait_until(lambda: prompts.num_read == 9)
+        await until(lambda: prompts.num_read == 9)
         assert not reading.done(), "the first result comes first"
         await first.finish()
         assert (await reading).job_id == first.id

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from fakes.fake_node import FakeNode, fake_tokens
 from fakes.processes.python_process import PythonProcess
+from fakes.waiting import until
 
 from penstock.contract.errors import RequestError, ResultTimeoutError
 from penstock.producer.client import AsyncClient, Client
@@ -125,9 +126,7 @@ async def test_what_ctrl_c_leaves_running(redis_url: str, call: str, ends: set[s
         process = PythonProcess("-c", program, redis_url)
         assert process.stdout is not None
         submitted = (await asyncio.to_thread(process.stdout.readline)).strip()
-        async with asyncio.timeout(60):
-            while len(node.jobs) < (21 if "hello" in call else 1):
-                await asyncio.sleep(0.02)
+        await until(lambda: len(node.jobs) >= (21 if "hello" in call else 1))
         others = node.jobs.keys() - {submitted}
         process.send_signal(signal.SIGINT)
         _, errors = await asyncio.to_thread(process.communicate, timeout=60)
@@ -135,9 +134,11 @@ async def test_what_ctrl_c_leaves_running(redis_url: str, call: str, ends: set[s
         assert errors.count("Traceback") == 1
         assert errors.rstrip().endswith("KeyboardInterrupt")
         await asyncio.sleep(0.5)
-        async with asyncio.timeout(60):
-            while {(await client.status(job_id)).state for job_id in others or {submitted}} != ends:
-                await asyncio.sleep(0.05)
+
+        async def states() -> set[str]:
+            return {(await client.status(job_id)).state for job_id in others or {submitted}}
+
+        await until(states, lambda seen: seen == ends)
         outcomes = [(await client.status(job_id)).outcome for job_id in others]
         assert {one.code for one in outcomes if one} <= {"cancelled"}, (
             "they were canceled, not only left by their reader"
@@ -150,8 +151,6 @@ async def test_a_stream_by_one_call_ends_with_its_reader(client: AsyncClient, re
         stream = client.stream("hello", max_tokens=4000)
         first = await anext(stream)
         await stream.aclose()
-        async with asyncio.timeout(60):
-            while (status := await client.status(first.job_id)).state == "running":
-                await asyncio.sleep(0.02)
+        status = await until(lambda: client.status(first.job_id), lambda status: status.state != "running")
         assert status.outcome is not None
         assert (status.state, status.outcome.code) == ("cancelled", "unread")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_node import MODEL, FakeNode
+from fakes.waiting import until
 
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.producer.client import AsyncClient, Client
@@ -55,11 +56,8 @@ async def test_results_are_written_while_jobs_end_once_each_across_kills(
     ids = await submitted(client, 4)
     await client.cancel(ids[0])
     first = asyncio.create_task(client.sets.export(path, tag=TAG))
-    async with asyncio.timeout(60):
-        while not (path.exists() and path.stat().st_size):
-            await asyncio.sleep(0.01)
-        while json.loads(path.with_name("out.jsonl.cursor").read_text(encoding="utf-8"))["jobs"] < 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: path.exists() and path.stat().st_size)
+    await until(lambda: json.loads(path.with_name("out.jsonl.cursor").read_text(encoding="utf-8"))["jobs"] >= 1)
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first

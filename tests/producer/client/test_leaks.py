@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 
 import pytest
 from fakes.fake_node import POOL, FakeNode
+from fakes.waiting import until
 from redis.asyncio import Redis
 
 from penstock.contract.output import Chunk
@@ -26,7 +26,6 @@ JOBS_A_ROUND = 300
 OBJECTS_OF_A_JOB = 3
 """Fewer than the handle of a job alone holds; thousands of jobs lie between the counts that are compared."""
 OF_A_JOB = (b":job:", b":log:", b":request:")
-PATIENCE_S = 60.0
 TTL_MS = 10_000
 """Of an ended job. A caller that this process holds up for longer would not find its job any more."""
 NO_TTL = -1
@@ -35,14 +34,9 @@ CONNECTIONS_WITHOUT_CLIENT = 3
 
 
 async def connections_are_closed(redis: Redis) -> bool:
-    """Whether Redis notices in time that all of the client's connections are closed."""
-    until_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until_s:
-        channels, connections = await redis.pubsub_channels(keys.echo_channel("*")), await redis.client_list()
-        if not channels and len(connections) <= CONNECTIONS_WITHOUT_CLIENT:
-            return True
-        await asyncio.sleep(0.02)
-    return False
+    """Whether Redis has noticed that all of the client's connections are closed."""
+    channels, connections = await redis.pubsub_channels(keys.echo_channel("*")), await redis.client_list()
+    return not channels and len(connections) <= CONNECTIONS_WITHOUT_CLIENT
 
 
 async def use(client: AsyncClient, number: int) -> None:
@@ -77,18 +71,15 @@ async def test_jobs_by_hundreds_leave_nothing_behind(redis_url: str, redis: Redi
             sizes = []
             for _ in range(rounds):
                 await asyncio.gather(*(use(client, number) for number in range(JOBS_A_ROUND)))
-                while node.jobs or await redis.scard(f"penstock:{{{POOL}}}:open"):
-                    await asyncio.sleep(0.02)
+                await until(lambda: redis.scard(f"penstock:{{{POOL}}}:open"), lambda seen: not node.jobs and not seen)
                 gc.collect()
-                async with asyncio.timeout(PATIENCE_S):
-                    while list(client.servers.directory.inbox._feeds):
-                        await asyncio.sleep(0.02)
+                await until(lambda: not list(client.servers.directory.inbox._feeds))
                 assert len(await redis.pubsub_channels(keys.echo_channel("*"))) == 1
                 sizes.append(len(gc.get_objects()))
             assert sizes[-1] - sizes[rounds // 2] < OBJECTS_OF_A_JOB * JOBS_A_ROUND
             assert client.stats.log_reads == 0
         assert our_tasks() == tasks_with_node
-        assert await connections_are_closed(redis)
+        await until(lambda: connections_are_closed(redis))
     assert our_tasks() == tasks_before
     left = [key async for key in redis.scan_iter("penstock:*") if any(part in key for part in OF_A_JOB)]
     assert max([await redis.pttl(key) for key in left], default=0) <= TTL_MS
@@ -108,9 +99,8 @@ async def test_closing_in_the_middle_leaves_nothing_behind(redis_url: str, redis
         await asyncio.wait(readings)
         assert {type(reading.exception()).__name__ for reading in readings} == {"UnavailableError"}
         assert our_tasks() == tasks_with_node
-        assert await connections_are_closed(redis)
-        while node.jobs:  # they have no reader: they are cancelled
-            await asyncio.sleep(0.02)
+        await until(lambda: connections_are_closed(redis))
+        await until(lambda: not node.jobs)  # they have no reader: they are cancelled
     assert our_tasks() == tasks_before
 
 
@@ -125,7 +115,6 @@ async def test_handles_whose_result_was_read_keep_no_chunks(redis_url: str) -> N
     async with FakeNode(redis_url) as node, AsyncClient(redis_url) as client:
         jobs = [await client.submit("hello", max_tokens=100) for _ in range(20)]
         assert {len((await job.result()).choices[0].token_ids) for job in jobs} == {100}
-        while node.jobs:
-            await asyncio.sleep(0.02)
+        await until(lambda: not node.jobs)
         assert num_chunks() - num_before < len(jobs)
         assert len(await read_all(jobs[0].stream())) == 101

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from fakes.fake_node import POOL, FakeNode
 from fakes.queue.older_history import saved, set_back
+from fakes.waiting import until
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -19,8 +20,6 @@ from penstock.producer.client.mailbox import Feed
 from penstock.queue.broker import history
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 
-PATIENCE_S = 60.0
-
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,18 +30,8 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def looked(redis: Redis, told_node: FakeNode, quick_client: AsyncClient) -> AsyncIterator[AsyncClient]:
     """A client that knows the present history, beside a node that does nothing by itself."""
     watch = quick_client.servers.directory.renewal._watch
-    await until(lambda: _value(watch.is_compared))
+    await until(lambda: watch.is_compared)
     yield quick_client
-
-
-async def _value(value: bool) -> bool:
-    return value
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not await holds():
-            await asyncio.sleep(0.005)
 
 
 async def state_of(redis: Redis, job_id: str) -> str:
@@ -82,7 +71,7 @@ async def test_a_lost_job_whose_key_names_another_job_by_now_is_given_up(
     await set_back(redis, empty)
     job_id = (await looked.submit_unread("Hi", max_tokens=5, idempotency_key="key")).job_id
     await set_back(redis, before)
-    await until(lambda: _value("a lost job cannot be submitted again" in caplog.text))
+    await until(lambda: "a lost job cannot be submitted again" in caplog.text)
     assert await state_of(redis, job_id) == ""
 
 
@@ -122,12 +111,12 @@ async def test_without_time_to_keep_them_unread_jobs_stay_lost(
 ) -> None:
     async with AsyncClient(redis_url, settings=ClientSettings(failover_keep_s=0)) as client:
         watch = client.servers.directory.renewal._watch
-        await until(lambda: _value(watch.is_compared))
+        await until(lambda: watch.is_compared)
         before = await saved(redis)
         submitted = await client.submit_unread("Hi", max_tokens=5)
         await asyncio.sleep(0.001)
         await set_back(redis, before)
-        await until(lambda: _value("redis has a new history" in caplog.text and watch.is_compared))
+        await until(lambda: "redis has a new history" in caplog.text and watch.is_compared)
         assert await state_of(redis, submitted.job_id) == ""
 
 
@@ -135,13 +124,13 @@ async def test_a_job_whose_end_its_reader_has_is_not_submitted_again(
     redis: Redis, node: FakeNode, quick_client: AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = quick_client.servers.directory.renewal._watch
-    await until(lambda: _value(watch.is_compared))
+    await until(lambda: watch.is_compared)
     before = await saved(redis)
     job = await quick_client.submit("Hi", max_tokens=3)
     async for _ in job.stream():
         pass
     await set_back(redis, before)
-    await until(lambda: _value("redis has a new history" in caplog.text and watch.is_compared))
+    await until(lambda: "redis has a new history" in caplog.text and watch.is_compared)
     assert await state_of(redis, job.id) == "" and not quick_client.stats.resubmits
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from fakes.fake_node import FakeJob, FakeNode, Say
+from fakes.waiting import until
 
 from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -31,8 +32,7 @@ class NoteSink:
             self.chunks += batch
 
     async def until(self, num_chunks: int) -> None:
-        while len(self.chunks) < num_chunks:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(self.chunks) >= num_chunks)
 
 
 class FailingSink(NoteSink):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from fakes.fake_node import FakeNode, fake_text, fake_tokens
 from fakes.processes.python_process import run_python
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import JobCancelledError, NotFoundError, RequestError, UnavailableError
 from penstock.producer.client import Client
@@ -82,10 +83,7 @@ def test_leaving_a_stream_early_detaches_the_job(client: Client, node: FakeNode)
     for _ in job.stream():
         break
     feed = job._job._source.feed
-    deadline = time.monotonic() + 60
-    while feed.boxes and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not feed.boxes
+    wait_until(lambda: not feed.boxes)
     job.cancel()
 
 

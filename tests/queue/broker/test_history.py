@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fakes.queue.older_history import NOWHERE, new_history
+from fakes.waiting import until
 from faults.tools.redis_process import RedisProcess, free_port
 from redis.asyncio import Redis
 
@@ -21,19 +22,11 @@ from penstock.queue.broker.history import HistoryWatch, RecentCalls
 from penstock.queue.broker.shared_connection import SharedRedis
 from penstock.runtime.event_loop import cancel_until_done
 
-PATIENCE_S = 60.0
-
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LOOK_S", 0.02)
     monkeypatch.setattr(history, "RETRY_S", 0.02)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -64,9 +57,7 @@ class Comparisons:
 async def looks(redis: Redis, number: int = 3) -> None:
     """Wait for some more looks."""
     before = await _info_calls(redis)
-    async with asyncio.timeout(PATIENCE_S):
-        while await _info_calls(redis) < before + 2 * number:
-            await asyncio.sleep(0.01)
+    await until(lambda: _info_calls(redis), lambda seen: seen >= before + 2 * number)
 
 
 async def _info_calls(redis: Redis) -> int:
@@ -117,11 +108,7 @@ async def test_connections_to_a_server_that_became_a_replica_are_closed(redis: R
             await redis.execute_command("REPLICAOF", *NOWHERE)
             await until(line.lost.done)
         finally:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    with suppress(Exception):
-                        await redis.execute_command("REPLICAOF", "NO", "ONE")
-                        break
+            await until(lambda: redis.execute_command("REPLICAOF", "NO", "ONE"), but=Exception)
 
 
 async def test_a_restarted_server_has_a_new_history(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fakes.waiting import until
 
 from penstock.contract.errors import UnavailableError
 from penstock.queue.broker import connection
@@ -40,8 +41,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Patience:
 async def test_all_calls_that_wait_go_on_once_one_has_reached_redis(patience: Patience) -> None:
     patience.is_open, redis = True, AwayRedis()
     calls = [asyncio.create_task(patience.call(redis.call)) for _ in range(20)]
-    while redis.num_failed < 25:  # each once, and one of them again and again
-        await asyncio.sleep(0)
+    await until(lambda: redis.num_failed >= 25)  # each once, and one of them again and again
     redis.is_away = False
     async with asyncio.timeout(30):
         assert await asyncio.gather(*calls) == ["answer"] * 20
@@ -50,8 +50,7 @@ async def test_all_calls_that_wait_go_on_once_one_has_reached_redis(patience: Pa
 async def test_one_call_alone_notices_it_too(patience: Patience) -> None:
     patience.is_open, redis = True, AwayRedis()
     call = asyncio.create_task(patience.call(redis.call))
-    while redis.num_failed < 3:
-        await asyncio.sleep(0)
+    await until(lambda: redis.num_failed >= 3)
     redis.is_away = False
     async with asyncio.timeout(30):
         assert await call == "answer"

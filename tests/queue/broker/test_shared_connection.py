@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.waiting import until
 from redis import exceptions
 from redis.asyncio import Redis
 
@@ -172,8 +173,7 @@ async def test_messages_arrive_in_order_and_readers_run_between_two(
     sent = [str(i).encode() * 500 for i in range(2000)]
     await asyncio.gather(*(redis.publish("news", message) for message in sent))
     await subscription.call("PING")
-    while len(heard) < len(sent):
-        await asyncio.sleep(0)
+    await until(lambda: len(heard) >= len(sent))
     assert heard == sent
     assert most_at_once == 1
     subscription.close()

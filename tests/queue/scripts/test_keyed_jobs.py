@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from fakes.queue.harness import POOL, P, Queue, ids_of, new_job
+from fakes.waiting import until
 
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
@@ -92,9 +92,7 @@ async def test_so_many_jobs_of_a_key_join_the_queue_in_a_second(queue: Queue) ->
     due_ms = await queue.redis.zscore(f"{P}:awaiting", "default:user:7")
     assert due_ms is not None
     assert 0 < due_ms - now_ms <= 100
-    async with asyncio.timeout(60):
-        while not (found := await taken_ids(queue, node)):
-            await asyncio.sleep(0.02)
+    found = await until(lambda: taken_ids(queue, node))
     assert found == ids[2:3]
     assert await findings(queue) == []
 

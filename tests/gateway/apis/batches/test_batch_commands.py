@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 from fakes.command import run_command
+from fakes.waiting import wait_until
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
@@ -103,8 +103,9 @@ def test_a_running_batch_is_paused_read_resumed_and_canceled(engine: EchoEngine)
     assert batch("pause", batch_id).stdout == f"{batch_id} paused\n"
     assert batch("list").stdout.splitlines()[1].split()[1] == "paused"
     assert batch("resume", batch_id).stdout.split()[1] in ("validating", "in_progress")
-    while "3 answered" not in (some := batch("results", batch_id, "out.jsonl", status=75)).stderr:
-        time.sleep(0.05)
+    some = wait_until(
+        lambda: batch("results", batch_id, "out.jsonl", status=75), lambda one: "3 answered" in one.stderr
+    )
     assert "the batch still runs" in some.stderr
     assert batch("wait", batch_id, "--timeout", "0.2", status=75).stderr.endswith("within --timeout\n")
     assert batch("cancel", batch_id).stdout == f"{batch_id} cancelling\n"

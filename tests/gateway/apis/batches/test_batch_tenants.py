@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.waiting import wait_until
 
 from penstock.contract.tenant import Terms
 from penstock.producer.stored_batches.row_client import KEY_TTL_S
@@ -63,15 +64,10 @@ def make(client: httpx.Client, file_id: str) -> httpx.Response:
 
 
 def ended(client: httpx.Client, batch_id: str) -> dict[str, Any]:
-    until_s = time.monotonic() + 60
-    while (batch := client.get(f"/v1/batches/{batch_id}").json())["status"] in (
-        "validating",
-        "in_progress",
-        "finalizing",
-    ):
-        assert time.monotonic() < until_s, json.dumps(batch)
-        time.sleep(0.05)
-    return dict(batch)
+    return wait_until(
+        lambda: client.get(f"/v1/batches/{batch_id}").json(),
+        lambda one: one["status"] not in ("validating", "in_progress", "finalizing"),
+    )
 
 
 def test_tenants_see_only_their_own(clients: dict[str, httpx.Client], engine: EchoEngine) -> None:
@@ -98,10 +94,7 @@ def test_tenants_see_only_their_own_message_batches(clients: dict[str, httpx.Cli
     params = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
     body = {"requests": [{"custom_id": "a", "params": params}]}
     batch = ann.post(path, json=body).json()
-    until_s = time.monotonic() + 60
-    while (batch := ann.get(f"{path}/{batch['id']}").json())["processing_status"] != "ended":
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    batch = wait_until(lambda: ann.get(f"{path}/{batch['id']}").json(), lambda one: one["processing_status"] == "ended")
     one = f"{path}/{batch['id']}"
     assert (ann.get(f"{one}/results").status_code, bob.get(f"{one}/results").status_code) == (200, 404)
     asked = [("GET", one), ("DELETE", one), *(("POST", f"{one}/{what}") for what in ("cancel", "pause", "resume"))]
@@ -110,9 +103,7 @@ def test_tenants_see_only_their_own_message_batches(clients: dict[str, httpx.Cli
     # A key without the model fails the request, not the batch.
     cid = clients["cid"]
     batch = cid.post(path, json=body).json()
-    while (batch := cid.get(f"{path}/{batch['id']}").json())["processing_status"] != "ended":
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    batch = wait_until(lambda: cid.get(f"{path}/{batch['id']}").json(), lambda one: one["processing_status"] == "ended")
     error = json.loads(cid.get(batch["results_url"]).text)["result"]["error"]["error"]
     assert error["type"] == "not_found_error" and "echo" not in error["message"].partition(";")[2]
     assert ann.delete(one).status_code == 200
@@ -175,23 +166,20 @@ def test_a_revoked_key_stops_its_batches(
     asyncio.run(change_keys(redis_url, revoked="ann"))
     other = asyncio.run(add_key(redis_url, "ann"))
     with httpx.Client(base_url=ann.base_url, headers={"authorization": f"Bearer {other}"}, timeout=60) as client:
-        until_s = time.monotonic() + 60
         # Gateways and batches read keys anew every 2 s.
         time.sleep(KEY_TTL_S)
-        while ann.get("/v1/files").is_success or client.get("/v1/files").is_error:
-            assert time.monotonic() < until_s
-            time.sleep(0.1)
+        wait_until(lambda: not ann.get("/v1/files").is_success and not client.get("/v1/files").is_error)
         engine.may_go_on.set()
         engine.waits_after = 1
         assert client.post(f"/v1/batches/{batch_id}/resume").status_code == 200
-        while "revoked" not in str((batch := client.get(f"/v1/batches/{batch_id}").json())["waiting"]):
-            assert time.monotonic() < until_s, json.dumps(batch)
-            time.sleep(0.1)
+        batch = wait_until(
+            lambda: client.get(f"/v1/batches/{batch_id}").json(), lambda one: "revoked" in str(one["waiting"])
+        )
         assert batch["request_counts"]["completed"] < 400
         client.post(f"/v1/batches/{batch_id}/cancel")
-        while (batch := client.get(f"/v1/batches/{batch_id}").json())["status"] != "cancelled":
-            assert time.monotonic() < until_s + 20, batch
-            time.sleep(0.1)
+        batch = wait_until(
+            lambda: client.get(f"/v1/batches/{batch_id}").json(), lambda one: one["status"] == "cancelled"
+        )
         assert batch["request_counts"]["completed"] < 400
 
 

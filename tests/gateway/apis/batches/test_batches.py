@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import redis as sync_redis
+from fakes.waiting import wait_until
 from openai.types import Batch
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -49,12 +50,8 @@ def make(api: openai.OpenAI, rows: Sequence[Any], window: Any = "24h", endpoint:
     return api.batches.create(input_file_id=upload(api, rows), endpoint=endpoint, completion_window=window, **more)
 
 
-def wait_for(api: openai.OpenAI, batch_id: str, when: Callable[[Batch], bool], timeout_s: float = 60) -> Batch:
-    until_s = time.monotonic() + timeout_s
-    while not when(batch := api.batches.retrieve(batch_id)):
-        assert time.monotonic() < until_s, batch
-        time.sleep(0.05)
-    return batch
+def wait_for(api: openai.OpenAI, batch_id: str, when: Callable[[Batch], bool]) -> Batch:
+    return wait_until(lambda: api.batches.retrieve(batch_id), when)
 
 
 def ended(api: openai.OpenAI, batch_id: str) -> Batch:
@@ -75,10 +72,8 @@ def test_webhook_endpoints_are_told_of_the_end_of_a_batch(api: openai.OpenAI, ur
     types: Any = ["batch.completed"]
     endpoint = api.webhooks.create(url="https://receiver.invalid/hook", name="ends", event_types=types)
     done = ended(api, make(api, [row("r", "text")]).id)
-    path, until_s = f"{url}/v1/webhook_endpoints/{endpoint.id}/deliveries", time.monotonic() + 60
-    while not (found := httpx.get(path, params={"status": "pending"}, timeout=60).json()["data"]):
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+    path = f"{url}/v1/webhook_endpoints/{endpoint.id}/deliveries"
+    found = wait_until(lambda: httpx.get(path, params={"status": "pending"}, timeout=60).json()["data"])
     assert [(one["event_type"], one["data"]["id"]) for one in found] == [("batch.completed", done.id)]
     api.webhooks.delete(endpoint.id)
 
@@ -275,10 +270,7 @@ def num_jobs_of(http: httpx.Client) -> int:
 def test_pause_and_resume(api: openai.OpenAI, http: httpx.Client, engine: EchoEngine, redis_url: str) -> None:
     """Rows that are in the queue by then are answered, and no others before the batch goes on."""
     with sync_redis.Redis.from_url(redis_url) as redis:
-        until_s = time.monotonic() + 60
-        while redis.scard("penstock:{echo}:open"):  # jobs of earlier tests
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until(lambda: not redis.scard("penstock:{echo}:open"))  # jobs of earlier tests
         before = num_jobs_of(http)
         engine.may_go_on.clear()
         batch = make(api, [row(f"r{i}", "some text") for i in range(150)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import httpx
 import pytest
 import redis as sync_redis
 from fakes.command import run_command
+from fakes.waiting import wait_until
 from hypothesis import HealthCheck, given, settings
 
 from penstock import AsyncClient, Client
@@ -61,11 +61,7 @@ def make(http: httpx.Client, *rows: dict[str, Any], endpoint: str = FLOW_ENDPOIN
 
 
 def wait_for(http: httpx.Client, batch_id: str, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    until_s = time.monotonic() + 60
-    while not is_so(batch := http.get(f"/v1/batches/{batch_id}").json()):
-        assert time.monotonic() < until_s, json.dumps(batch)
-        time.sleep(0.02)
-    return dict(batch)
+    return wait_until(lambda: http.get(f"/v1/batches/{batch_id}").json(), is_so)
 
 
 def ended(http: httpx.Client, batch_id: str) -> dict[str, Any]:
@@ -204,10 +200,11 @@ def test_rows_show_what_they_wait_for(http: httpx.Client, engine: EchoEngine) ->
     engine.may_go_on.clear()
     job = job_of(http, "later")
     batch_id = make(http, row("a", "xx"), row("b", "{{a.text}}", after=["a", {"job": job}]), row("c", "{{b.text}}"))
-    path, until_s = f"/v1/batches/{batch_id}/rows", time.monotonic() + 60
-    while (rows := http.get(path).json())["counts"] != {"ready": 1, "waiting": 2} or rows["data"][0]["job_id"] is None:
-        assert time.monotonic() < until_s, rows
-        time.sleep(0.02)
+    path = f"/v1/batches/{batch_id}/rows"
+    rows = wait_until(
+        lambda: http.get(path).json(),
+        lambda one: one["counts"] == {"ready": 1, "waiting": 2} and one["data"][0]["job_id"] is not None,
+    )
     a, b, c = rows["data"]
     assert a["state"] in ("queued", "running") and (b["state"], c["state"]) == ("waiting", "waiting")
     assert (b["waits_for"], c["waits_for"], b["after"]) == (["a", job], ["b"], ["a", {"job": job}])
@@ -232,18 +229,14 @@ def test_the_next_holder_goes_on_with_the_texts_that_parts_have(
     tail = "z" * 40
     each = row("each", f"{{{{item}}}}{tail}", for_each="list.json")
     batch_id = make(http, each, row("list", '["x", "y"]'), row("all", "{{*.text}}", after=["each", "list"]))
-    path, until_s = f"/v1/batches/{batch_id}/rows", time.monotonic() + 60
-    while http.get(path).json()["counts"].get("succeeded") != 2:
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    path = f"/v1/batches/{batch_id}/rows"
+    wait_until(lambda: http.get(path).json()["counts"].get("succeeded") == 2)
     with sync_redis.Redis.from_url(redis_url) as redis:
         # Another process has taken the batch, and gives it back at once.
         record = keys.batch(batch_id)
         token = redis.hincrby(record, "token", 1)
         redis.zadd("penstock:{.files}:open_batches", {batch_id: 1})
-        while redis.hget(record, "token") == str(token).encode():
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until(lambda: redis.hget(record, "token") != str(token).encode())
     engine.waits_after = 1
     engine.may_go_on.set()
     batch = ended(http, batch_id)
@@ -334,10 +327,7 @@ def test_a_schedule_starts_a_flow_whose_rows_take_its_attempts(
         assert refused.value.param == "cron"
         made = flow.schedule(every_s=3600, name="hourly")
         client.schedules.run_now(made.id)
-        until_s = time.monotonic() + 60
-        while not (runs := client.schedules.runs(made.id)):
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        runs = wait_until(lambda: client.schedules.runs(made.id))
         batch = ended(http, runs[0].object_id)
         client.schedules.delete(made.id)
         assert lines_of(http, batch) == {"a": "hello", "b": "hello!"}

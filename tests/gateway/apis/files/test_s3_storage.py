@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import boto3  # type: ignore[import-untyped]
 import httpx
 import pytest
 from fakes.command import run_command
+from fakes.waiting import wait_until
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
 from penstock.producer.client import AsyncClient
@@ -112,11 +112,7 @@ def batch_of(http: httpx.Client, batch_id: str) -> dict[str, Any]:
 
 
 def wait(http: httpx.Client, batch_id: str, what: str) -> dict[str, Any]:
-    until_s = time.monotonic() + 60
-    while what not in json.dumps(batch := batch_of(http, batch_id)):
-        assert time.monotonic() < until_s, json.dumps(batch)
-        time.sleep(0.1)
-    return batch
+    return wait_until(lambda: batch_of(http, batch_id), lambda batch: what in json.dumps(batch))
 
 
 def test_an_outage_pauses_a_batch_and_loses_nothing(
@@ -139,10 +135,8 @@ def test_an_outage_pauses_a_batch_and_loses_nothing(
     lines = http.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
     assert sorted(int(json.loads(line)["custom_id"]) for line in lines) == [*range(100)]
     # The parts are deleted after the batch has ended.
-    until_s = time.monotonic() + 60
-    while objects() != {"penstock-storage", f"files/{file_id}", f"files/{batch['output_file_id']}"}:
-        assert time.monotonic() < until_s, objects()
-        time.sleep(0.05)
+    left = {"penstock-storage", f"files/{file_id}", f"files/{batch['output_file_id']}"}
+    wait_until(objects, lambda found: found == left)
 
 
 def test_the_audit_compares_a_bucket_with_the_records(

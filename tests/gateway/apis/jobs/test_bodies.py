@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fakes.fake_node import FakeNode
 from fakes.processes.reference_engine import fake_embedding
+from fakes.waiting import wait_until
 
 from penstock.contract.tasks import Embed
 from penstock.queue.broker.connection import connect
@@ -197,8 +198,7 @@ def test_a_job_that_a_node_has_started_outlives_its_ttl(http: httpx.Client, engi
         "jobs": submit(http, ttl_s=2),
         **{url: accepted(http, line(url, body))["id"] for url, body in BODIES_WITH_TTL.items()},
     }
-    while any(shown(http, job_id)["state"] == "queued" for job_id in begun.values()):
-        time.sleep(0.01)
+    wait_until(lambda: all(shown(http, job_id)["state"] != "queued" for job_id in begun.values()))
     time.sleep(2.1)  # The TTL ends while they run.
     engine.may_go_on.set()
     assert {ended(http, job_id)["state"] for job_id in begun.values()} == {"succeeded"}

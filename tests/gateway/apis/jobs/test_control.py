@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.tenant import Scope, Terms
 from penstock.queue.broker.connection import connect
@@ -59,11 +60,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def ended(client: httpx.Client, path: str) -> dict[str, Any]:
-    until_s = time.monotonic() + 60
-    while (report := client.get(path).json())["state"] == "running":
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    return dict(report)
+    return wait_until(lambda: client.get(path).json(), lambda report: report["state"] != "running")
 
 
 def test_jobs_have_tags_and_metadata_and_are_listed_by_them(callers: Callers) -> None:
@@ -137,10 +134,7 @@ def test_one_job_is_rescheduled_reclassed_canceled_and_retried(callers: Callers)
     again = answer.json()
     assert (again["retry_of"], answer.headers["location"]) == (job_id, f"/v1/jobs/{again['id']}")
     assert http.post(f"{path}/retry").json()["id"] == again["id"]
-    until_s = time.monotonic() + 60
-    while (job := http.get(f"/v1/jobs/{again['id']}").json())["state"] != "succeeded":
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    job = wait_until(lambda: http.get(f"/v1/jobs/{again['id']}").json(), lambda job: job["state"] == "succeeded")
     assert (job["retry_of"], job["tags"], job["result"]["choices"][0]["text"]) == (job_id, ["one"], "hello")
 
 
@@ -210,10 +204,7 @@ def test_tenant_pauses_itself_and_an_admin_the_rest(callers: Callers) -> None:
     assert (
         ops.post("/v1/jobs/resume", json={"pool": POOL, "priority": "batch", "background": True}).json()["data"] == []
     )
-    until_s = time.monotonic() + 60
-    while http.get(f"/v1/jobs/{job_id}").json()["state"] != "succeeded":
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    wait_until(lambda: http.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded")
 
 
 def test_tags_and_metadata_above_their_limits_name_field_and_limit(callers: Callers) -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import redis
 from fakes.fake_node import FakeNode
+from fakes.waiting import until, wait_until
 
 from penstock.queue import keys
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -35,11 +36,7 @@ def shown(http: httpx.Client, job_id: str) -> dict[str, Any]:
 
 def ended(http: httpx.Client, job_id: str) -> dict[str, Any]:
     """Wait for a job's end and return the job."""
-    until_s = time.monotonic() + 60
-    while (job := shown(http, job_id))["outcome"] is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-    return job
+    return wait_until(lambda: shown(http, job_id), lambda job: job["outcome"] is not None)
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -380,8 +377,7 @@ def test_a_job_may_wait_for_a_node(stack: Stack, http: httpx.Client, redis_url: 
 
     async def serve(job_id: str) -> None:
         async with FakeNode(redis_url, pool="away", model="acme/away"):
-            while shown(http, job_id)["outcome"] is None:
-                await asyncio.sleep(0.05)
+            await until(lambda: shown(http, job_id)["outcome"] is not None)
 
     asyncio.run(leave())
     body = {"model": "acme/away", "prompt": TEXT, "params": {"max_tokens": 2}}

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from fakes.waiting import wait_until
 
 from penstock.gateway.apis.jobs import job_log, log_reader
 from penstock.queue import keys
@@ -57,13 +58,9 @@ def held(engine: EchoEngine) -> Iterator[EchoEngine]:
 
 def read_to(http: httpx.Client, job_id: str, num_tokens: int) -> httpx.Response:
     """Return a page from the start once it has so many tokens."""
-    until_s = time.monotonic() + 60
-    while True:
-        answer = page(http, job_id)
-        if sum(len(one["token_ids"]) for one in answer.json()) >= num_tokens:
-            return answer
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    return wait_until(
+        lambda: page(http, job_id), lambda answer: sum(len(one["token_ids"]) for one in answer.json()) >= num_tokens
+    )
 
 
 def test_pages_have_the_objects_of_the_events_and_end_with_the_job(http: httpx.Client, held: EchoEngine) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from fakes.runners.faulty_runner import FaultyRunner
+from fakes.waiting import wait_until
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.gpu_node.engine import Engine, EngineConfig
@@ -37,8 +38,7 @@ def test_a_jobs_ledger_counts_how_often_the_engine_preempted_it(http: httpx.Clie
         return str(answer.json()["id"])
 
     large = submitted("batch", 147, 70)
-    while not shown(http, large)["num_chunks"]:
-        time.sleep(0.005)
+    wait_until(lambda: shown(http, large)["num_chunks"])
     urgent = submitted("standard", 20, 10)
     ledgers = [ended(http, job_id)["ledger"] for job_id in (urgent, large)]
     assert [ledger["engine_preemptions"] for ledger in ledgers] == [0, 1]

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import redis as sync_redis
+from fakes.waiting import wait_until
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
@@ -64,14 +65,8 @@ def make(http: httpx.Client, *requests: dict[str, Any], **headers: str) -> dict[
     return dict(answer.json())
 
 
-def wait_for(
-    http: httpx.Client, batch_id: str, when: Callable[[dict[str, Any]], bool], timeout_s: float = 60
-) -> dict[str, Any]:
-    until_s = time.monotonic() + timeout_s
-    while not when(batch := http.get(f"{PATH}/{batch_id}").json()):
-        assert time.monotonic() < until_s, batch
-        time.sleep(0.05)
-    return dict(batch)
+def wait_for(http: httpx.Client, batch_id: str, when: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    return wait_until(lambda: http.get(f"{PATH}/{batch_id}").json(), when)
 
 
 def ended(http: httpx.Client, batch_id: str) -> dict[str, Any]:
@@ -200,10 +195,7 @@ def test_interrupted_and_slow_bodies_leave_nothing(
     with socket.create_connection((host, port)) as gone, socket.create_connection((host, port)) as slow:
         for one in (gone, slow):
             one.sendall(head.encode() + start)
-        until_s = time.monotonic() + 60
-        while len([*folder.glob("*/files/*")]) < 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until(lambda: len([*folder.glob("*/files/*")]) >= 2)
         gone.close()
         slow.settimeout(60)
         answer = b""
@@ -211,9 +203,7 @@ def test_interrupted_and_slow_bodies_leave_nothing(
             piece = slow.recv(65536)
             assert piece, answer
             answer += piece
-    while [*folder.glob("*/files/*")]:
-        assert time.monotonic() < until_s + 10
-        time.sleep(0.02)
+    wait_until(lambda: not [*folder.glob("*/files/*")])
     with sync_redis.Redis.from_url(redis_url) as redis:
         assert not redis.exists(f"{F}:uploads", f"{F}:uploading", f"{F}:stored")
 

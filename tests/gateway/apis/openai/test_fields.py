@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.job import SamplingParams
 from tests.gateway.conftest import EchoEngine, Stack
@@ -483,11 +483,8 @@ def test_a_clients_request_id_is_that_of_the_log_and_the_answer(
     with caplog.at_level("INFO", "penstock.gateway.access"):
         for body in (text_body("hi"), text_body("hi", stream=True), text_body("hi", n=0)):
             assert http.post(TEXT, json=body, headers={"X-Request-Id": given}).headers["x-request-id"] == given
-        # The line of a request is logged after its answer has arrived.
-        until_s = time.monotonic() + 60
-        # The line of an earlier test's request may be among them.
-        while (num_logged := _logged_ids(caplog).count(given)) < 3 and time.monotonic() < until_s:
-            time.sleep(0.01)
+        # The line of a request is logged after its answer has arrived. That of an earlier test may be among them.
+        num_logged = wait_until(lambda: _logged_ids(caplog).count(given), lambda number: number >= 3)
     assert num_logged == 3
 
 

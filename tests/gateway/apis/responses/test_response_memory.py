@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.contract.tool_formats import FORMATS
 from penstock.gateway.apis.responses.record import (
@@ -73,12 +74,9 @@ def test_slow_reader_of_a_large_record_holds_memory_of_the_budget(narrow: str, f
     path = f"/v1/responses{form.format(stored['id'])}"
     body = None if form else {"model": MODEL, "input": "hi", "stream": True, "store": False, **ECHOED}
     with slow_reader(narrow, path, body), slow_reader(narrow, path, body), slow_reader(narrow, path, body):
-        until_s = time.monotonic() + 60
-        while (held := held_bytes(narrow)) < least:
-            assert time.monotonic() < until_s
+        held = wait_until(lambda: held_bytes(narrow), lambda held: held >= least)
         assert held <= 3 * RECORD_BYTES
-    while held_bytes(narrow):
-        assert time.monotonic() < until_s
+    wait_until(lambda: not held_bytes(narrow))
 
 
 def test_record_without_memory_for_it_is_refused_with_a_time_to_retry(narrow: str) -> None:
@@ -86,15 +84,14 @@ def test_record_without_memory_for_it_is_refused_with_a_time_to_retry(narrow: st
     small = created(narrow)
     path = f"/v1/responses/{stored['id']}"
     with slow_reader(narrow, path), slow_reader(narrow, path), slow_reader(narrow, path):
-        until_s = time.monotonic() + 60
-        while (refused := httpx.get(narrow + path + "/input_items", timeout=60)).status_code != 503:
-            assert time.monotonic() < until_s
+        refused = wait_until(
+            lambda: httpx.get(narrow + path + "/input_items", timeout=60), lambda one: one.status_code == 503
+        )
         # Small records need no memory of the budget.
         assert httpx.get(f"{narrow}/v1/responses/{small['id']}", timeout=60).json() == small
     assert refused.json()["error"]["code"] == "answer_memory_full"
     assert int(refused.headers["retry-after"]) > 0
-    while (answer := httpx.get(narrow + path, timeout=60)).status_code == 503:
-        assert time.monotonic() < until_s
+    answer = wait_until(lambda: httpx.get(narrow + path, timeout=60), lambda answer: answer.status_code != 503)
     assert answer.json() == stored
 
 

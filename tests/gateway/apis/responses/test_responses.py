@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 import redis
+from fakes.waiting import wait_until
 from pydantic import BaseModel
 
 from penstock.contract.errors import UnavailableError
@@ -32,9 +33,9 @@ RIVER = '{"name": "Oder", "length_km": 840}'
 
 def ended(api: Any, response_id: str) -> Any:
     """Poll a background response until it has ended. Return it."""
-    while (response := api.responses.retrieve(response_id)).status in ("queued", "in_progress"):
-        time.sleep(0.02)
-    return response
+    return wait_until(
+        lambda: api.responses.retrieve(response_id), lambda one: one.status not in ("queued", "in_progress")
+    )
 
 
 def begun(api: Any, response_id: str) -> Any:
@@ -235,9 +236,7 @@ def test_deleting_an_open_response_cancels_its_job(api: Any, engine: Any, stack:
         async with stack.client() as client:
             return str((await client.status(response_id.removeprefix("resp_"))).state)
 
-    deadline_s = time.monotonic() + 60
-    while stack.call(state()) != "cancelled":
-        assert time.monotonic() < deadline_s
+    wait_until(lambda: stack.call(state()) == "cancelled")
 
 
 def test_a_response_that_is_not_stored_cannot_be_retrieved(api: Any, redis_url: str) -> None:

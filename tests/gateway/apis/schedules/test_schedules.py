@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.scrapes import scraped
 from fakes.waiting import wait_until
 
 from penstock.contract.tenant import Scope, Terms
@@ -144,6 +145,5 @@ def test_metrics_count_runs(callers: Callers) -> None:
     made = created(http, every_s=3600)
     http.post(f"/v1/schedules/{made['id']}/run")
     wait_until(lambda: len(runs_of(http, made["id"])) == 1)
-    metrics = callers["ops"]
-    wait_until(lambda: "penstock_schedule_runs_started_total 3.0" in metrics.get("/metrics").text)
-    assert "penstock_schedules_late_seconds 0.0" in metrics.get("/metrics").text
+    text = wait_until(lambda: scraped(callers["ops"]), lambda seen: "penstock_schedule_runs_started_total 3.0" in seen)
+    assert "penstock_schedules_late_seconds 0.0" in text

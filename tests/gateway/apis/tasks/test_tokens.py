@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import httpx
 import pytest
 from fakes.announced_pools import announcing, withdrawing
+from fakes.waiting import wait_until
 
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
 from penstock.contract.pool import PoolRecord
@@ -140,10 +140,7 @@ def test_tokenization_does_not_wait_for_a_full_engine(stack: Stack) -> None:
         ]
         for thread in running:
             thread.start()
-        until = time.monotonic() + 60
-        while not engine.has_work():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(engine.has_work)
         assert client.post("/tokenize", json={"model": "acme/full", "prompt": "Hi"}).json()["tokens"] == HI
         assert running[0].is_alive()
         assert running[1].is_alive()

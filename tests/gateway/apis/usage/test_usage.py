@@ -16,6 +16,7 @@ import httpx
 import pytest
 import redis as sync_redis
 from fakes.command import run_command
+from fakes.waiting import wait_until
 
 from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.contract.usage import MAX_DAYS
@@ -302,10 +303,7 @@ def test_schedules_flows_and_keys_of_a_tenant_count_in_its_usage(
     for one in schedules:
         assert acme.delete(f"/v1/schedules/{one}").status_code == 200
     engine.may_go_on.set()
-    until_s = time.monotonic() + 60
-    while any(acme.get(f"/v1/jobs/{one}").json()["state"] != "succeeded" for one in jobs):
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    wait_until(lambda: all(acme.get(f"/v1/jobs/{one}").json()["state"] == "succeeded" for one in jobs))
     assert held(acme) == nothing
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -131,8 +130,7 @@ def test_waiting_request_shows_its_position(page: Page, stack: Stack, url: str) 
     engine = EchoEngine()
     engine.step_s = LONG_STEP_S
     stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1, reattach_grace_ms=500)
-    while "acme/narrow" not in httpx.get(f"{url}/v1/models", timeout=60).text:
-        time.sleep(0.05)
+    wait_until(lambda: "acme/narrow" in httpx.get(f"{url}/v1/models", timeout=60).text)
     first = Playground(page, url)
     first.choose("acme/narrow")
     first.ask(LONG)

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.gateway.http import protocol, socket_protocol
 from penstock.gateway.request.reading import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD_OF_TENANT
@@ -337,10 +338,7 @@ def held_bytes(url: str) -> float:
 
 
 def wait_for_held(url: str, num_bytes: int) -> None:
-    until_s = time.monotonic() + 60
-    while held_bytes(url) != num_bytes:
-        assert time.monotonic() < until_s, held_bytes(url)
-        time.sleep(0.02)
+    wait_until(lambda: held_bytes(url), lambda held: held == num_bytes)
 
 
 def test_a_slow_message_counts_as_held_memory_unless_it_is_short(url: str, shared_engine: EchoEngine) -> None:

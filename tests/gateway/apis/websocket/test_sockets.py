@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
-from fakes.waiting import wait_until
+from fakes.waiting import until, wait_until
 
 from penstock.contract.errors import UnavailableError
 from penstock.gateway.apis.websocket.stream import SocketStream
@@ -123,8 +122,7 @@ def test_stream_is_accepted_although_its_early_cancel_fails(
     submit, cancel, cancels = AsyncClient.submit_unread, SocketStream.cancel, list[SocketStream]()
 
     async def submit_after_cancel(*args: Any, **options: Any) -> Any:
-        while not cancels:
-            await asyncio.sleep(0.01)
+        await until(lambda: cancels)
         return await submit(*args, **options)
 
     async def noted_cancel(stream: SocketStream) -> None:

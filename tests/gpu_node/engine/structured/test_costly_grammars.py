@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.engine_runs import check_idle, drain, tokens_of
+from fakes.waiting import Deadline, wait_until
 
 from penstock.contract.errors import RequestError, TooCostlyError
 from penstock.contract.job import SamplingParams
@@ -230,14 +231,12 @@ def test_refused_start_of_one_worker_does_not_delay_masks_of_the_other(
     whole = [engine.generate([PROMPT], one)[0].choices[0].token_ids for one in (cheap, costly)]
     (template,), workers = engine._guides.process_ids, engine._guides._host._lanes
     _signal(_children(template), signal.SIGKILL)
-    until_s = time.monotonic() + 60
-    while workers.workers and time.monotonic() < until_s:
-        time.sleep(0.001)
+    wait_until(lambda: not workers.workers)
     forks = _FailingForks(monkeypatch, [1])  # after that of the other worker, in the same call
     for name, params in (("cheap", cheap), ("costly", costly)):
         engine.add(EngineRequest(name, PROMPT, params, seed=5))
-    outputs = []
-    while engine.has_work() and time.monotonic() < until_s:
+    outputs, deadline = [], Deadline()
+    while engine.has_work() and deadline.left_s():
         outputs += engine.step()
     assert [tuple(tokens_of(outputs, name)) for name in ("cheap", "costly")] == whole
     assert forks.num_asked == 3

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from fakes.engine_runs import check_idle, drain
 from fakes.guided import mask_of
+from fakes.waiting import wait_until
 
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
 from penstock.contract.job import SamplingParams
@@ -213,9 +214,7 @@ def test_a_template_that_ends_right_after_a_trials_process_starts_anew(
     monkeypatch.setattr(Template, "fork", fork_and_stop)
     with ThreadPoolExecutor(1) as pool:
         prepared = pool.submit(engine.prepare, _params({"regex": "ab"}))
-        until_s = time.monotonic() + 60
-        while not engine._guides._host._processes._dying and time.monotonic() < until_s:
-            time.sleep(0.001)
+        wait_until(lambda: engine._guides._host._processes._dying)
         os.kill(stopped[0], signal.SIGKILL)
         grammar = prepared.result(20).grammar
     assert isinstance(grammar, Grammar)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from pathlib import Path
 
 import pytest
+from fakes.waiting import wait_until
 
 from penstock.gpu_node.model.checkpoint import mapped_file
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
@@ -54,10 +54,7 @@ def test_a_file_larger_than_the_available_memory_is_left_alone(
 
 def test_a_thread_maps_almost_all_pages_ahead(file: MappedFile) -> None:
     file.page_faults.take_ahead()
-    ends_s = time.monotonic() + 60
-    while resident_kib(file) < ALMOST_ALL_KIB:
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
+    wait_until(lambda: resident_kib(file) >= ALMOST_ALL_KIB)
     file.release()
     assert resident_kib(file) == 0
 

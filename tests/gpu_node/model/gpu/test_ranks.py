@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from fakes.runners.mended_rank import mended_ranks
 from fakes.runners.runner_options import runner_options
 from fakes.runners.turn_ranks import TurnTakingRunner
 from fakes.ties import num_departures
+from fakes.waiting import wait_until
 from fixtures.plans import Track, logits_of_step, plan_of
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model
@@ -198,8 +198,7 @@ def test_processes_sample_by_what_messages_say_and_are_started_again(tiny_model:
             assert got == want
             if params is masks:
                 os.kill(two._runner.rank_pids[0], signal.SIGKILL)
-                while not two.has_work():  # The loss is noticed within milliseconds.
-                    time.sleep(0.01)
+                wait_until(two.has_work)  # The loss is noticed within milliseconds.
                 assert two.step() == []
         assert two.stats().ranks.num_starts == 2
         two._runner.close()

@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from fakes.waiting import WAIT_S, Deadline, wait_until
 from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
@@ -30,7 +31,6 @@ from penstock.kernels.cpu.library import NativeModel
 
 Load: TypeAlias = Callable[..., NativeRunner]
 Make: TypeAlias = Callable[..., Path]
-WAIT_S = 60
 
 
 def _logits(runner: NativeRunner) -> NDArray[np.float32]:
@@ -44,9 +44,9 @@ def _num_on_rows(runner: NativeRunner) -> int:
 
 def _step_until_packed(runner: NativeRunner, want: NDArray[np.float32]) -> None:
     """Step as an engine does, which never waits for the packing."""
-    ends_s = time.monotonic() + WAIT_S
+    deadline = Deadline()
     while runner._packing is not None:
-        assert time.monotonic() < ends_s
+        deadline.check()
         np.testing.assert_array_equal(_logits(runner), want)
     np.testing.assert_array_equal(_logits(runner), want)
 
@@ -136,10 +136,7 @@ def _wait_until_it_opens_the_part(process: subprocess.Popen[str]) -> None:
                     return True
         return False
 
-    ends_s = time.monotonic() + WAIT_S
-    while not is_open():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
+    wait_until(is_open)
 
 
 def _lines_until_ready(process: subprocess.Popen[str]) -> list[str]:
@@ -190,9 +187,9 @@ def test_a_waiting_model_uses_the_file_while_the_one_that_packed_it_lives(
     for runner in runners:
         _logits(runner)
     assert gate.reached.acquire(timeout=WAIT_S)
-    ends_s = time.monotonic() + WAIT_S
+    deadline = Deadline()
     while all(_num_on_rows(runner) == 10 for runner in runners):
-        assert time.monotonic() < ends_s
+        deadline.check()
         for runner in runners:
             np.testing.assert_array_equal(_logits(runner), want)
     gate.open()
@@ -478,9 +475,9 @@ def test_cores_that_packing_takes_are_not_those_of_other_processes(
     _logits(runner)
     warning = "other processes use the cores"
     assert warning not in caplog.text
-    ends_s = time.monotonic() + WAIT_S
+    deadline = Deadline()
     while warning not in caplog.text:
-        assert time.monotonic() < ends_s
+        deadline.check()
         _logits(runner)
     _logits(runner)
     assert caplog.text.count(warning) == 1

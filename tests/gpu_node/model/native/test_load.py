@@ -11,7 +11,6 @@ import resource
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from fakes.cover import pairwise
 from fakes.native import ISAS, SANITIZE, built
 from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import logits_over
+from fakes.waiting import Deadline
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
 from pydantic import ValidationError
@@ -314,9 +314,9 @@ def test_a_thread_whose_core_is_taken_is_left_out_until_it_is_free_again(
     want = logits_alone(runner, token_ids)
 
     def step_until_it_uses(num_threads: int) -> None:
-        ends_s = time.monotonic() + 60
+        deadline = Deadline()
         while runner.num_threads_in_use != num_threads:
-            assert time.monotonic() < ends_s
+            deadline.check()
             assert np.array_equal(logits_alone(runner, token_ids), want)
 
     taken = subprocess.Popen([sys.executable, "-c", _TAKE_CORE, str(cores[-1])])

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.command import run_command
+from fakes.waiting import wait_until
 from fixtures.random_families import make_family_model
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
@@ -49,13 +49,13 @@ def _new_groups(count: int) -> tuple[list[Path], str]:
 
 
 def _remove(groups: Sequence[Path]) -> None:
-    for group in groups:
-        ends_s = time.monotonic() + 60
+    def is_gone(group: Path) -> bool:
         # A process that has ended may be in its group for a moment yet.
-        while group.exists() and time.monotonic() < ends_s:
-            with suppress(OSError):
-                group.rmdir()
-            time.sleep(0.01)
+        with suppress(OSError):
+            group.rmdir()
+        return not group.exists()
+
+    wait_until(lambda: all(map(is_gone, groups)))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 import torch
 from fakes.engine_runs import TORCH, check_idle
 from fakes.runners.thread_ranks import torch_group_as_threads
+from fakes.waiting import wait_until
 from fixtures.plans import Track, plan_of
 from fixtures.random_adapters import make_adapter
 from fixtures.sampling import rows_of
@@ -271,8 +272,7 @@ def test_a_rank_that_is_stopped_after_the_last_exchange_of_a_step_hangs_too(monk
         waiting = thread.submit(words.await_done)
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         watch, found = StoppedRank(group), list[int | None]()
-        while not words.is_idle(0):
-            time.sleep(0.001)
+        wait_until(lambda: words.is_idle(0))
         for _ in range(24):
             now[0] += 0.25
             found.append(watch.look())
