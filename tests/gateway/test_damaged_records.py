@@ -145,7 +145,11 @@ def test_damaged_webhooks_are_given_up_and_the_others_are_delivered(http: Http, 
         client.hset(f"{W}:endpoints", hooks[1], json.dumps(record | {"url": 7}))
         client.hset(f"{W}:pending", "ann", "nan")
         make_batch(http["ann"])
-        wait_until(lambda: "/ann" in [one.path for one in receiver.accepted])
+        deliveries = f"/v1/webhook_endpoints/{hooks[2]}/deliveries"
+        wait_until(
+            lambda: "/ann" in [one.path for one in receiver.accepted],
+            what=lambda: (receiver.received, http["ann"].get(deliveries, params={"status": "pending"}).text),
+        )
         client.hset(f"{W}:endpoints", hooks[2], "junk")
         of_bob = make_batch(http["bob"])
         wait_until(lambda: of_bob in [one.event["data"]["id"] for one in receiver.accepted])
