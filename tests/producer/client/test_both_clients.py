@@ -19,8 +19,8 @@ OF_SERVICES: Mapping[type, frozenset[str]] = {
     AsyncClient: frozenset(
         (
             *("connect", "is_alive"),  # The constructor of the synchronous client connects.
-            *("submit_unread", "submit_many_unread", "packed_result", "listed", "responses_of", "api_keys"),
-            *("pressure", "usage", "pool_stats", "activity", "warn_of_eviction"),
+            *("submit_unread", "submit_many_unread", "submit_noting", "packed_result", "listed", "api_keys"),
+            *("pressure", "usage", "pool_stats", "warn_of_eviction"),
             *("servers", "runs", "dead", "files", "batches", "feed"),
         )
     ),

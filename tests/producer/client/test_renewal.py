@@ -93,12 +93,12 @@ async def test_a_cancellation_is_repeated_behind_its_job(redis: Redis, looked: A
 async def test_a_lost_deletion_of_a_response_is_repeated(redis: Redis, looked: AsyncClient) -> None:
     submitted = await looked.submit_unread("Hi", max_tokens=5, response=ResponseRecord(b"record", 60_000))
     before = await saved(redis)
-    await looked.responses_of(submitted.job_id).delete(submitted.job_id, "default")
+    await looked.servers.of_job(submitted.job_id).responses.delete(submitted.job_id, "default")
     await set_back(redis, before)
 
     async def is_deleted() -> bool:
         try:
-            await looked.responses_of(submitted.job_id).read(submitted.job_id, "default")
+            await looked.servers.of_job(submitted.job_id).responses.read(submitted.job_id, "default")
         except NotFoundError:
             return True
         return False
