@@ -312,7 +312,7 @@ def test_internal_errors_are_logged(http, monkeypatch, caplog) -> None:
         raise InvariantError("submit answered nonsense")
 
     with monkeypatch.context() as patch:
-        patch.setattr(AsyncClient, "submit", submit)
+        patch.setattr(AsyncClient, "submit_noting", submit)
         answer = http.post("/v1/completions", json=TEXT)
     assert answer.status_code == 500
     assert error_of(answer)["type"] == "server_error"

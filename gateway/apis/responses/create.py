@@ -203,12 +203,11 @@ class Conversations:
 
     async def _stored(self, job_id: str) -> tuple[StoredResponse, list[OutputItem] | None]:
         """Return a response and its output, or None in place of the output if its job is not done."""
-        num_bytes = await self._client.servers.of_job(job_id).responses.num_bytes(job_id, self._tenant)
+        stored = self._client.servers.of_job(job_id).responses
+        num_bytes = await stored.num_bytes(job_id, self._tenant)
         self._count_stored(num_bytes.record)
         async with self._budget.taken(self._tenant, decoding_bytes_to_claim(num_bytes.record)):
-            record = await decoded_record(
-                await self._client.servers.of_job(job_id).responses.read(job_id, self._tenant)
-            )
+            record = await decoded_record(await stored.read(job_id, self._tenant))
             kept = record.items_of_user(job_id) if self._keeps_user else []
             record = replace(record.without_request(), items=kept)
         async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
