@@ -208,8 +208,7 @@ class Conversations:
         self._count_stored(num_bytes.record)
         async with self._budget.taken(self._tenant, decoding_bytes_to_claim(num_bytes.record)):
             record = await decoded_record(await stored.read(job_id, self._tenant))
-            kept = record.items_of_user(job_id) if self._keeps_user else []
-            record = replace(record.without_request(), items=kept)
+            record = replace(record.without_request(), items=record.items_of_user(job_id) if self._keeps_user else [])
         async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
             result = await self._client.packed_result(job_id, tenant=self._tenant)
             if result is None or result.outcome.state != "succeeded":
