@@ -46,8 +46,8 @@ RELOAD_S = 4.0
 """Seconds after SIGHUP in which a gateway stops."""
 KILLS = Client("kills", "openai and @anthropic-ai/sdk (Node)", "kills.mjs", "answers while gateways are killed")
 STOPPED = "this gateway was stopped before the request was in the queue"
-NOTHING = 52
-"""curl's status for a connection that was closed without a byte."""
+NOTHING = (52, 56)
+"""curl's statuses for a connection that was closed, or reset because its request was unread."""
 
 
 def started(*words: str, **how: Any) -> subprocess.Popen[str]:
@@ -232,7 +232,7 @@ class Campaign:
                 if self._is_refusal(ran.stdout):
                     continue
                 error = BrokenAnswerError(ran.stderr.decode())
-                self._fail(case, "curl", error, got_nothing=ran.returncode == NOTHING)
+                self._fail(case, "curl", error, got_nothing=ran.returncode in NOTHING and not ran.stdout)
             else:
                 self._note(case, "curl", ran.stdout, [])
 
