@@ -233,12 +233,7 @@ class Load:
 
     async def _read_streams(self) -> None:
         while not self._stop.is_set():
-            try:
-                await self._read_stream()
-            except StreamDivergedError:
-                if not self._args.differs:
-                    raise
-                self.told.num_diverged += 1
+            await self._read_stream()
 
     async def _read_stream(self) -> None:
         work = new_work(POOL, STREAM_TOKENS, temperature=1.0, background=False)
@@ -250,13 +245,20 @@ class Load:
         if history is not None:
             history.note("submit", job=job.id, durability="memory")
         last_s, pause_s = time.monotonic(), 0.0
-        async for chunk in self._chunks_of(job):
-            now_s = time.monotonic()
-            pause_s, last_s = max(pause_s, now_s - last_s), now_s
-            work.see_chunk(chunk)
-            if history is not None and chunk.token_ids:
-                shown = {"choice": chunk.choice, "position": chunk.position, "tokens": chunk.token_ids}
-                history.note("chunk", job=job.id, reader="stream", durability=level, **shown)
+        try:
+            async for chunk in self._chunks_of(job):
+                now_s = time.monotonic()
+                pause_s, last_s = max(pause_s, now_s - last_s), now_s
+                work.see_chunk(chunk)
+                if history is not None and chunk.token_ids:
+                    shown = {"choice": chunk.choice, "position": chunk.position, "tokens": chunk.token_ids}
+                    history.note("chunk", job=job.id, reader="stream", durability=level, **shown)
+        except StreamDivergedError:
+            if not self._args.differs:
+                raise
+            self.told.num_diverged += 1
+            self.told.cancelling.add(work.id)  # The queue cancels it, because its reader has left.
+            return
         if history is not None:
             history.note("end", job=job.id, reader="stream", state=work.end)
         self.told.pauses.append(pause_s)
