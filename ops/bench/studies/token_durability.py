@@ -56,8 +56,9 @@ def server(setting: str) -> Iterator[str]:
         yield one.url
 
 
-async def read(client: AsyncClient, level: Durability, num_tokens: int, first_ms: list[float]) -> int:
-    """Read one stream, and return how many tokens it had."""
+async def read(client: AsyncClient, level: Durability, num_tokens: int, first_ms: list[float], in_s: float) -> int:
+    """Read one stream that begins `in_s` later, and return how many tokens it had."""
+    await asyncio.sleep(in_s)
     asked_s, num_read = time.monotonic(), 0
     job = await client.submit("hello", model=POOL, max_tokens=num_tokens, ignore_eos=True, token_durability=level)
     async for chunk in job.chunks():
@@ -76,7 +77,8 @@ async def measure(url: str, setting: str, args: argparse.Namespace) -> dict[str,
                 first_ms: list[float] = []
                 begun_s = time.monotonic()
                 try:
-                    reads = (read(client, level, args.tokens, first_ms) for _ in range(args.streams))
+                    starts_s = (number * args.apart_ms / 1000 for number in range(args.streams))
+                    reads = (read(client, level, args.tokens, first_ms, in_s) for in_s in starts_s)
                     num_tokens = sum(await asyncio.gather(*reads))
                 except UnsupportedDurabilityError:
                     continue
@@ -106,9 +108,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--step-ms", type=float, default=20.0, help="milliseconds of a step of the engine")
+    parser.add_argument("--apart-ms", type=float, default=0.0, help="milliseconds between two streams that begin")
     parser.add_argument("--settings", nargs="+", choices=[*LEVELS], default=[*LEVELS])
     args = parser.parse_args()
-    print(f"{ServerVersion.of(find_redis_server())}, {args.streams} streams, a token each {args.step_ms:g} ms\n")
+    load = f"{args.streams} streams, begun {args.apart_ms:g} ms apart, a token each {args.step_ms:g} ms"
+    print(f"{ServerVersion.of(find_redis_server())}, {load}\n")
     print("| `appendfsync` | level | tokens/s | of `memory` | first token p50, p99 (ms) | later (ms) |")
     print("|---|---|---|---|---|---|")
     for setting in args.settings:
