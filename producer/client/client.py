@@ -155,19 +155,18 @@ class AsyncClient:
         (retry after `retry_after_ms`), ConflictError (the id or key belongs to another request), UnavailableError (no
         node, or no Redis); with a durability, UnsupportedDurabilityError, NotOnDiskError or NotReplicatedError.
         """
-        if not callable(options.get("check_output")):
-            return await self.submit_noting(prompt, options)
-        asked = CheckedSubmission(prompt, options)
-        return asked.watched(await self.submit_noting(prompt, asked.options), self.submit)
+        return await self.submit_noting(prompt, options)
 
     async def submit_noting(
         self, prompt: Prompt, options: SubmitOptions, note: Callable[[str], None] = lambda _: None
     ) -> AsyncJob:
-        """Submit a job whose answer is not checked. `note` gets its id when it is admitted, before Redis has it."""
+        """Submit a job as `submit` does. `note` gets its id when it is admitted, before Redis has it."""
         with counted(self.stats.decisions):
-            submission = await self._admitted(prompt, options)
+            asked = CheckedSubmission(prompt, options) if callable(options.get("check_output")) else None
+            submission = await self._admitted(prompt, options if asked is None else asked.options)
             note(submission.job.id)
-            return await self._enqueue(submission)
+            job = await self._enqueue(submission)
+            return job if asked is None else asked.watched(job, self.submit)
 
     @with_options()
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:

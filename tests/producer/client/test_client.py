@@ -467,3 +467,10 @@ async def test_a_model_of_another_version_is_refused_with_both_versions(client: 
             await client.submit("hello", model=model)
     with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="old")):
         await client.attach(job_id)
+
+
+async def test_a_refused_number_of_attempts_is_counted_once(client: AsyncClient, told_node: FakeNode) -> None:
+    with pytest.raises(RequestError, match="max_attempts"):
+        await client.submit("Hi", check_output=bool, max_attempts=0)
+    await client.submit("Hi", check_output=bool, max_attempts=2)
+    assert client.stats.decisions == {"invalid": 1, "admitted": 1}
