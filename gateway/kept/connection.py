@@ -172,8 +172,9 @@ class KeptConnection:
         reason: str | AnswerSlot = "large_record"
         if len(record) <= MAX_RECORD_BYTES:
             num_waiting = self.transport.get_write_buffer_size()
-            counts = counts_of(self._descriptor)
-            reason = self._slot or ("no_counts" if counts is None else self._keep.hold(self._descriptor))
+            descriptor = self._descriptor
+            counts = counts_of(descriptor)
+            reason = self._slot or ("no_counts" if counts is None else self._keep.hold(descriptor))
             if isinstance(reason, AnswerSlot) and counts is not None:
                 self._slot = slot = reason
                 slot.begin(

@@ -84,8 +84,8 @@ _REFUSALS: dict[str, type[PenstockError]] = {
 }
 
 
-def encode_parsed_body(body: ParsedBody) -> bytes:
-    """Encode a body with packed prompts as bytes."""
+def encode_parsed_body(body: ParsedBody, prompts: Sequence[PackedPrompt] | None = None) -> bytes:
+    """Encode a body with packed prompts as bytes. `prompts`: other ones in their place."""
     use, params = body.tool_use, body.params.model_dump(exclude_unset=True)
     if "logit_bias" in params:
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
@@ -104,7 +104,8 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "shapes": list(body.shapes),
         "ignored": list(body.ignored),
     }
-    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in body.prompts]})
+    shown = body.prompts if prompts is None else prompts
+    return pack({**small, "params": params, "prompts": [_fields_of(one) for one in shown]})
 
 
 def encode_list(items: Sequence[ListItem]) -> bytes:

@@ -25,7 +25,7 @@ def facts_of(generation: GenerationRequest, job_ids: Sequence[str], *, shows_pro
     cut_at = generation.cut_at
     return {
         "job_ids": list(job_ids),
-        "body": encode_parsed_body(replace(body, prompts=prompts)),
+        "body": encode_parsed_body(body, prompts),
         "num_prompts": len(body.prompts),
         "options": {name: option for name, option in generation.options.items() if name in _OPTIONS},
         "cut_at": None if cut_at is None else [cut_at.job_id, cut_at.index, cut_at.num_tokens, cut_at.lacks_end],

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Protocol
 
 from penstock.contract.errors import DamagedDataError, UnavailableError
@@ -198,19 +199,17 @@ class HeldJobs:
         tokens, sequences = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         for job in self._jobs.values():
             if job.outcome is None:
-                for urgency in range(job.taken.urgency, NUM_LEVELS):
-                    tokens[urgency] += job.expected_kv_tokens
-                    sequences[urgency] += job.num_sequences
-        return tuple(tokens), tuple(sequences)
+                tokens[job.taken.urgency] += job.expected_kv_tokens
+                sequences[job.taken.urgency] += job.num_sequences
+        return tuple(accumulate(tokens)), tuple(accumulate(sequences))
 
     def expected_window_tokens(self, window: int) -> PerLevel:
         """Return the tokens that windows of at most `window` tokens hold for each sequence, per level as above."""
         tokens = [0] * NUM_LEVELS
         for job in self._jobs.values():
             if job.outcome is None:
-                for urgency in range(job.taken.urgency, NUM_LEVELS):
-                    tokens[urgency] += min(job.expected_kv_tokens, job.num_sequences * window)
-        return tuple(tokens)
+                tokens[job.taken.urgency] += min(job.expected_kv_tokens, job.num_sequences * window)
+        return tuple(accumulate(tokens))
 
     def usage_by_tenant(self) -> dict[str, tuple[int, int, float]]:
         """Return the KV tokens and sequences that each tenant's jobs are expected to use, and its weight."""

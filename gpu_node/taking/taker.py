@@ -101,6 +101,9 @@ ASK_AGAIN_S = 0.05
 """Seconds after which a node that may not take asks again whether it may."""
 MAX_LEFT_MS = 50
 """LEFT_MS of take.lua. A take that leaves jobs asks again within this time."""
+BETWEEN_TAKES_S = 0.005
+"""Seconds from one take to the next while the node has jobs. New jobs join its batch between two steps, which take
+longer, so jobs that arrive one shortly after the other cost one call."""
 IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
@@ -189,6 +192,8 @@ class JobTaker:
                     wait_s = await self._take()
                     patience = pauses()
                     self._held_jobs.round_done("take")
+                    if len(self._held_jobs):
+                        await asyncio.sleep(min(wait_s, BETWEEN_TAKES_S))
                 except UnavailableError as error:
                     self._held_jobs.redis_failed("take", error)
                     wait_s = next(patience)

@@ -391,6 +391,23 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
     assert (await broker.status(job.id, "default")).losses == 1
 
 
+async def test_jobs_that_arrive_one_shortly_after_the_other_share_a_take_while_the_node_has_jobs(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    held, *others = [new_job(max_tokens=2000 if at == 0 else 1) for at in range(60)]
+    async with running(redis_url, ReferenceEngine(step_s=0.005)) as node:
+        await broker.submit(Submission(held, 50))
+        await status_when(broker, held, lambda status: status.state == "running")
+        before, began_s = node._taker.answered_call, time.monotonic()
+        for job in others:
+            await broker.submit(Submission(job, 50))
+        took_s = time.monotonic() - began_s
+        num_takes = node._taker.answered_call - before
+        assert num_takes <= took_s / taker.BETWEEN_TAKES_S + 2, f"{num_takes} takes in {1e3 * took_s:.0f} ms"
+        for job in others:
+            await ended(broker, job)
+
+
 async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
     redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,8 +111,11 @@ def counts_of(connection: int) -> TcpCounts | None:
     if sys.platform != "linux":
         return None
     try:
-        with _Borrowed(connection) as borrowed:
+        borrowed = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, connection)
+        try:
             told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
+        finally:
+            borrowed.detach()  # It stays open.
         if len(told) < _COUNTS.size:
             return None
         unread = struct.unpack("i", ioctl(connection, FIONREAD, struct.pack("i", 0)))[0]
@@ -122,13 +125,3 @@ def counts_of(connection: int) -> TcpCounts | None:
     # The kernel counts the peer's end as a byte that was received.
     has_ended = state == _CLOSE_WAIT
     return TcpCounts(sent - again + unsent, received - unread - has_ended)
-
-
-class _Borrowed(socket.socket):
-    """A descriptor of another object as a socket; it stays open."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
