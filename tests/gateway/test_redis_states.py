@@ -32,13 +32,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
         yield server
 
 
+def url_of_user(server: RedisProcess, user: str) -> str:
+    """Make a user with all rights, and return the URL with which a process is that user."""
+    with sync_redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", user, "on", f">{user}", "~*", "&*", "+@all")
+    return server.url.replace("://", f"://{user}:{user}@")
+
+
 @pytest.fixture(scope="module")
 def gateway(server: RedisProcess) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PENSTOCK_CLIENT_OUTAGE_S", "0.5")
         stack = Stack(server.url)
         stack.start_node(EchoEngine(), model=MODEL, pool="echo")
-        url = stack.start_gateway()
+        # Of its own user, because a node that lacks rights ends.
+        url = stack.start_gateway(redis_url=url_of_user(server, "watched"))
     with httpx.Client(base_url=url, timeout=60) as client:
         yield client
     stack.close()
@@ -82,8 +90,8 @@ def replica(server: RedisProcess, client: Any) -> Callable[[], None]:
 
 
 def without_rights(server: RedisProcess, client: Any) -> Callable[[], None]:
-    client.execute_command("ACL", "SETUSER", "default", "-info", "-evalsha", "-eval")
-    return lambda: client.execute_command("ACL", "SETUSER", "default", "+@all")
+    client.execute_command("ACL", "SETUSER", "watched", "-info", "-evalsha", "-eval")
+    return lambda: client.execute_command("ACL", "SETUSER", "watched", "+@all")
 
 
 def without_replicas(server: RedisProcess, client: Any) -> Callable[[], None]:
@@ -121,7 +129,7 @@ def test_a_problem_of_redis_has_one_name_everywhere(
             took_s = min(seconds_of_a_scrape(gateway) for _ in range(5))
             refused = gateway.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (status, code), refused.text
-            for secret in ("127.0.0.1", "script", "MISCONF", "NOPERM", "user_", "default", "evalsha"):
+            for secret in ("127.0.0.1", "script", "MISCONF", "NOPERM", "user_", "watched", "evalsha"):
                 assert secret not in refused.json()["error"]["message"]
         finally:
             mend()
@@ -164,13 +172,9 @@ def value_of(name: str, text: str) -> float:
 @pytest.fixture
 def limited(server: RedisProcess) -> Iterator[httpx.Client]:
     """A gateway with a Redis user of its own, `gate`, beside that of its node."""
-    with sync_redis.Redis.from_url(server.url) as client:
-        client.execute_command("ACL", "SETUSER", "gate", "on", ">gate", "~*", "&*", "+@all")
     stack = Stack(server.url)
     stack.start_node(EchoEngine(), model="acme/limited", pool="limited")
-    with httpx.Client(
-        base_url=stack.start_gateway(redis_url=server.url.replace("://", "://gate:gate@")), timeout=60
-    ) as client:
+    with httpx.Client(base_url=stack.start_gateway(redis_url=url_of_user(server, "gate")), timeout=60) as client:
         yield client
     stack.close()
 

@@ -162,6 +162,31 @@ def test_products_with_stored_formats_are_those_of_what_gguf_says(kernels: Singl
         assert (np.abs(got - left @ matrix.T) <= 2e-6 * terms + 1e-30).all()
 
 
+CODES = {
+    Format.Q5_1: slice(4, 24),
+    Format.Q2_K: slice(16, 80),
+    Format.Q3_K: slice(0, 96),
+    Format.Q4_K: slice(16, 144),
+    Format.Q5_K: slice(16, 176),
+    Format.Q6_K: slice(0, 192),
+}
+"""Where blocks have their codes. With AVX2, products of small codes are summed in 16 bits."""
+
+
+@pytest.mark.parametrize("weights", CODES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_codes_of_stored_formats_do_not_overflow(kernels: Single, weights: Format, sign: int) -> None:
+    source, outputs = OWN_SOURCES[weights], 40
+    columns = 2 * block_columns(source)
+    data = _blocks(source, outputs, columns, seed=1).copy()
+    data.reshape(outputs, 2, -1)[..., CODES[weights]] = 255
+    x = np.full((5, columns), sign * 127.0, np.float32)
+    matrix = values_of(source, data).astype(np.float64)
+    got = kernels.multiply(weights, source, data, x)
+    terms = 127 * (np.abs(matrix).sum(-1) + columns * np.abs(matrix).max())
+    assert (np.abs(got - x.astype(np.float64) @ matrix.T) <= 2e-6 * terms).all()
+
+
 @pytest.mark.parametrize("weights", OWN_SOURCES)
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_a_rows_bits_with_stored_formats_do_not_depend_on_rows_beside_it_or_threads(

@@ -24,6 +24,12 @@ constexpr int shift_of() {
   return shift;
 }
 
+// The largest code, shifted so.
+template <class P>
+constexpr int most_of() {
+  return P::kHasTable ? 255 : ((1 << (P::Bits::kLow + P::Bits::kHigh)) - 1) << shift_of<P>();
+}
+
 // A group of columns in a panel as it is stored.
 template <class P>
 struct PackedGroup {
@@ -32,6 +38,7 @@ struct PackedGroup {
   static constexpr bool kHasMinima = Scales::kHasMinima;
   static constexpr Bias kBias = bias_of<P>();
   static constexpr int kShift = shift_of<P>();
+  static constexpr int kMost = most_of<P>();
   static constexpr int kBytes = P::kBytes / Scales::kGroups;  // with its share of the block's scales
   static constexpr Near kNear = P::Bits::kLow == 8 ? kNearOfFast : kNearOfSlow;
   static constexpr int kPrefetches = (kBytes + 2 * kLine - 1) / (2 * kLine);
@@ -63,11 +70,12 @@ struct PackedGroup {
 };
 
 // A group in an unpacked panel: arrays of 32 float scales and minima for each part, then [8][32 rows][4] bytes.
-template <int Parts, bool HasMinima, Bias B>
+template <int Parts, bool HasMinima, Bias B, int Most>
 struct UnpackedGroup {
   static constexpr int kParts = Parts;
   static constexpr bool kHasMinima = HasMinima;
   static constexpr Bias kBias = B;
+  static constexpr int kMost = Most;
   static constexpr Near kNear = Near::kNothing;  // only products with many rows unpack panels
   static constexpr int kPrefetches = 4;          // of the next packed panel, which has about half as many bytes
   static constexpr int kArrays = Parts * (1 + HasMinima);
@@ -92,12 +100,13 @@ struct UnpackedGroup {
   }
 };
 template <class P>
-using UnpackedOf = UnpackedGroup<P::Scales::kParts, P::Scales::kHasMinima, bias_of<P>()>;
+using UnpackedOf = UnpackedGroup<P::Scales::kParts, P::Scales::kHasMinima, bias_of<P>(), most_of<P>()>;
 
 // The products with R rows.
 template <class Group>
 struct GroupKernel {
   static constexpr int kWords = kCodeWords / Group::kParts;  // of a part
+  using Sums = ShortSums<Group::kMost>;
 
   template <int R, Fetch F>
   struct Of {
@@ -147,7 +156,12 @@ struct GroupKernel {
     template <int Part, int... K>
     PENSTOCK_INLINE void add_words(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves],
                                    std::integer_sequence<int, K...>) {
-      (add_word<Part * kWords + K>(it, group, half, acc), ...);
+      if constexpr (Sums::kWords == 0) {
+        (add_word<Part * kWords + K>(it, group, half, acc), ...);
+      } else {
+        Sums sums[R][kHalves];
+        (add_small_word<Part * kWords, K>(it, group, half, sums, acc), ...);
+      }
     }
 
     // Prefetches are spread over the words of a group, so that they cover each byte of the panel, scales included.
@@ -165,6 +179,27 @@ struct GroupKernel {
       for (int r = 0; r < R; ++r) {
         const Factors x = load_factors(it.x + r * kRun + Word * kFactorWords);
         for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8(acc[r][h], w[h], x);
+      }
+    }
+
+    // The same for small codes, whose products are first summed in 16 bits: those of word K of the part.
+    template <int First, int K>
+    PENSTOCK_INLINE void add_small_word(Of& it, const Group& group, int half, Sums (&sums)[R][kHalves],
+                                        Ints (&acc)[R][kHalves]) {
+      constexpr int kWord = First + K;
+      prefetch<kWord * Group::kPrefetches / kCodeWords, (kWord + 1) * Group::kPrefetches / kCodeWords>(it, group);
+      for (int h = 0; h < kHalves; ++h) {
+        const Bytes w = Group::template word<kWord>(group, half + h);
+        for (int r = 0; r < R; ++r) {
+          const Sums products = Sums::of(w, it.x + r * kRun + kWord * kFactorWords);
+          if constexpr (K % Sums::kWords == 0) {
+            sums[r][h] = products;
+          } else {
+            sums[r][h] = Sums::plus(sums[r][h], products);
+          }
+          if constexpr ((K + 1) % Sums::kWords == 0 || K + 1 == kWords)
+            acc[r][h] = Sums::added_to(acc[r][h], sums[r][h]);
+        }
       }
     }
   };

@@ -230,11 +230,19 @@ PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes x, Bytes y) {
 struct Factors {
   __m256i even, odd;
 };
-// 32-bit words of four stored factors.
-constexpr int kFactorWords = 2;
+// 32-bit words of four stored factors: two of 16-bit integers, and one of bytes, for ShortSums.
+constexpr int kFactorWords = 3;
 PENSTOCK_INLINE void store_factors(uint32_t* p, Ints x) {
   const __m256i words = narrow_16(x);
-  _mm256_storeu_si256((__m256i*)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+  alignas(32) uint32_t wide[8], bytes[4];
+  _mm256_store_si256((__m256i*)wide, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+  const __m128i last = _mm256_extracti128_si256(words, 1);
+  _mm_store_si128((__m128i*)bytes, _mm_packs_epi16(_mm256_castsi256_si128(words), last));
+  for (int i = 0; i < 4; ++i, p += kFactorWords) {
+    p[0] = wide[2 * i];
+    p[1] = wide[2 * i + 1];
+    p[2] = bytes[i];
+  }
 }
 PENSTOCK_INLINE Factors load_factors(const uint32_t* p) {
   return {_mm256_set1_epi32((int)p[0]), _mm256_set1_epi32((int)p[1])};
@@ -249,6 +257,27 @@ PENSTOCK_INLINE __m256i dot_u8(__m256i acc, __m256i u, Factors x) {
 PENSTOCK_INLINE Ints dot_u8(Ints acc, Bytes unsigned_bytes, Factors x) {
   return {dot_u8(acc.a, unsigned_bytes.a, x), dot_u8(acc.b, unsigned_bytes.b, x)};
 }
+// Sums in 16 bits of products of unsigned codes up to Most with stored factors, which are at most 127. They take a third
+// of the operations of dot_u8, because here the product of bytes does not saturate.
+template <int Most>
+struct ShortSums {
+  // How many words of codes fit into a sum; a word adds two products to a lane. None: 0.
+  static constexpr int kWords = 32767 / (2 * 127 * Most);
+  __m256i a, b;
+
+  PENSTOCK_INLINE ShortSums of(Bytes codes, const uint32_t* factors) {
+    const __m256i x = _mm256_set1_epi32((int)factors[2]);
+    return {_mm256_maddubs_epi16(codes.a, x), _mm256_maddubs_epi16(codes.b, x)};
+  }
+  PENSTOCK_INLINE ShortSums plus(ShortSums x, ShortSums y) {
+    return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};
+  }
+  PENSTOCK_INLINE Ints added_to(Ints acc, ShortSums x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, ones)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, ones))};
+  }
+};
 PENSTOCK_INLINE Factors widened(__m256i s) {
   return {_mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8), _mm256_srai_epi16(s, 8)};
 }

@@ -169,6 +169,11 @@ PENSTOCK_INLINE void store_factors(uint32_t* p, Ints x) { store_s8(reinterpret_c
 PENSTOCK_INLINE Factors load_factors(const uint32_t* p) { return broadcast_word(*p); }
 // acc + the four products of unsigned bytes with factors per lane.
 PENSTOCK_INLINE Ints dot_u8(Ints acc, Bytes unsigned_bytes, Factors x) { return dot_u8s8(acc, unsigned_bytes, x); }
+// Sums in 16 bits, which are not needed here.
+template <int Most>
+struct ShortSums {
+  static constexpr int kWords = 0;
+};
 
 PENSTOCK_INLINE Mask less(Ints a, Ints b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 PENSTOCK_INLINE Mask greater(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
