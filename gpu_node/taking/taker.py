@@ -102,8 +102,8 @@ ASK_AGAIN_S = 0.05
 MAX_LEFT_MS = 50
 """LEFT_MS of take.lua. A take that leaves jobs asks again within this time."""
 BETWEEN_TAKES_S = 0.005
-"""Seconds from one take to the next while the node has jobs. New jobs join its batch between two steps, which take
-longer, so jobs that arrive one shortly after the other cost one call."""
+"""Least seconds between two takes while the node has jobs. A new job can only join its batch between two steps, and
+most steps take longer than this, so jobs that arrive shortly after one another share a call."""
 IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
