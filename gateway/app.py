@@ -79,7 +79,7 @@ from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.loop_watch import LoopWatch
-from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_full_collections_rare
+from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_collections_rare
 from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stack_dump import offer_stacks
@@ -434,7 +434,7 @@ def run(settings: GatewaySettings) -> None:
     server = make_server(settings, keep)
     sockets = None if inherited is None else [socket.socket(fileno=number) for number in inherited.listeners]
     freeze_gc()
-    make_full_collections_rare()
+    make_collections_rare()
     # After the drain, uvicorn sends itself the signal that it received. Supervisors call an end by SIGTERM a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
+from penstock.contract.priority import ClassName
 from penstock.contract.tenant import (
     ANONYMOUS,
     OPENED,
@@ -241,9 +243,8 @@ class Entry:
                 logger.warning("an API key exists and its secret does not fit", extra=facts)
             raise
 
-    def _keyless(self, tenant: str, scopes: Iterable[KeyScope]) -> ApiKey:
-        highest = self._settings.open_highest_class
-        return ApiKey(key_id="", digest="", tenant=tenant, scopes=frozenset(scopes), highest_class=highest)
+    def _keyless(self, tenant: str, scopes: tuple[KeyScope, ...]) -> ApiKey:
+        return _keyless_record(tenant, scopes, self._settings.open_highest_class)
 
     def _why_closed(self, known: Mapping[str, ApiKey]) -> str:
         if not known.keys() - {OPENED} and not self._given and not self._settings.require_keys:
@@ -270,6 +271,12 @@ class Entry:
         if keys_in_use(known) or not opens:
             return "; `penstock keys add TENANT` makes one"
         return f"; all keys are revoked: make a new one with `penstock keys add TENANT`{opens}"
+
+
+@cache
+def _keyless_record(tenant: str, scopes: tuple[KeyScope, ...], highest_class: ClassName) -> ApiKey:
+    """Return the record of callers without a key. All of them share it."""
+    return ApiKey(key_id="", digest="", tenant=tenant, scopes=frozenset(scopes), highest_class=highest_class)
 
 
 def is_closed_without_keys(settings: GatewaySettings) -> bool:

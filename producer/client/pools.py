@@ -56,7 +56,9 @@ class CachedState(Generic[T]):
 
     async def get(self) -> T:
         """Return the value, at most `ttl_s` old. Raises what the fetch raised."""
-        clock = asyncio.get_running_loop().time
+        clock, held = asyncio.get_running_loop().time, self._held
+        if held is not None and clock() < held.ended_s + self._ttl_s:
+            return held.value
         return await self._first(lambda held: clock() < held.ended_s + self._ttl_s)
 
     async def recent(self) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.runtime.process_memory import freeze_gc, make_full_collections_rare
+from penstock.runtime.process_memory import freeze_gc, make_collections_rare
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_many_live_objects_cause_no_full_collection_where_those_are_rare() -> No
     assert num_full_collections() > before
     del as_by_default
     freeze_gc()
-    make_full_collections_rare()
+    make_collections_rare()
     before = num_full_collections()
     live: list[list[object]] = [[] for _ in range(1_000_000)]
     assert num_full_collections() == before
@@ -50,7 +50,7 @@ def test_many_live_objects_cause_no_full_collection_where_those_are_rare() -> No
 
 def test_circular_garbage_is_still_collected_in_time() -> None:
     freeze_gc()
-    make_full_collections_rare()
+    make_collections_rare()
     before, kept = num_full_collections(), list[list[object]]()
     while num_full_collections() == before:
         kept += [[] for _ in range(10_000)]
