@@ -28,7 +28,7 @@ from penstock.runtime.event_loop import cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.logging import LOADING_STAGES, ProgressLog, tell_crash, tell_end
 from penstock.runtime.loop_watch import LoopWatch
-from penstock.runtime.process_memory import freeze_gc
+from penstock.runtime.process_memory import freeze_gc, make_collections_rare
 from penstock.runtime.service_manager import ServiceManager
 from penstock.runtime.stack_dump import offer_stacks
 from penstock.runtime.stall_guard import StallGuard
@@ -122,6 +122,7 @@ async def run_node(settings: NodeSettings) -> None:
     finally:
         await cancel_until_done(beside)
     freeze_gc()
+    make_collections_rare()
     # The node takes as many sequences as the engine runs.
     settings = settings.model_copy(update={"max_num_seqs": engine.max_num_seqs})
     gate = None if config.wants_gpu else SharedCores.join(config.background_share)

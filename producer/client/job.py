@@ -112,7 +112,9 @@ class JobSource:
 
     async def successor_of(self, outcome: Outcome) -> JobSource | None:
         """Return the job that took the place of this one, because its output was refused; else None."""
-        found = await self._broker.successor_of(self.job_id, outcome)
+        if outcome.code != OUTPUT_REJECTED:
+            return None
+        found = await self._broker.successor_of(self.job_id)
         if found is None:
             return None
         source = JobSource(self._broker, self._inbox, self._queue_watch, found, self.tenant, reads=self._reads)

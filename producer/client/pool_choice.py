@@ -54,6 +54,8 @@ def choose_pool(
     ProtocolVersionError if the model's only pools have another protocol version.
     """
     known = list(pools)
+    if len(known) == 1 and job_id is None and adapter is None and _fits(known[0], model, kind):
+        return known[0]  # Most systems have one pool, and this runs for each job.
     fitting = fitting_pools(known, model, job_id, adapter=adapter, kind=kind, hides_models=hides_models)
     served = _live_or_all(fitting)
     if model is None and len({pool.model for pool in served}) > 1:
@@ -65,6 +67,12 @@ def choose_pool(
     if chosen.protocol_version != PROTOCOL_VERSION:
         raise other_version(chosen.pool, chosen.protocol_version)
     return chosen
+
+
+def _fits(pool: ServedPool, model: str | None, kind: str | None) -> bool:
+    """Return whether a pool can be chosen without a look at others."""
+    is_named = model is None or model == pool.model
+    return is_named and (kind is None or kind in pool.kinds) and pool.protocol_version == PROTOCOL_VERSION
 
 
 def fitting_pools(

@@ -350,10 +350,10 @@ def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
 
 def durations_of(options: Mapping[str, Any]) -> dict[str, int]:
     """Return the fields of a job for the options in seconds. Raises RequestError for one that is wrong."""
+    if DURATIONS.keys().isdisjoint(options):
+        return {}
     spans = {name: span for name in DURATIONS if (span := options.get(name)) is not None}
     given: dict[str, Any] = {name: seconds_of(name, span) for name, span in spans.items()}
-    if not given:
-        return {}
     found = {DURATIONS[name]: _milliseconds(name, seconds) for name, seconds in given.items()}
     if "max_wait_s" in given and options.get("background", True):
         message = "max_wait_s limits the wait of foreground work; a background job waits for as long as it takes"

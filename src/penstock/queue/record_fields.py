@@ -21,6 +21,7 @@ MAX_TIME_MS = 253_402_300_799_999
 """The end of the year 9999, the last time that can be shown."""
 _MAX_SHOWN = 32
 _WHOLE = re.compile(r"-?[0-9]{1,16}")
+_ALL_WHOLE = re.compile(r"[0-9]{1,15}( [0-9]{1,15})*")
 
 
 class RecordFields:
@@ -83,6 +84,13 @@ def whole(data: object, instead: int = 0, *, least: int = 0, most: int = MAX_WHO
     if not isinstance(text, str) or not _WHOLE.fullmatch(text):
         return instead
     return number if least <= (number := int(text)) <= most else instead
+
+
+def all_whole(texts: Sequence[str]) -> list[int]:
+    """Return what `whole` returns for each text. Nearly all are whole numbers, and one look at all is faster."""
+    text = " ".join(texts)
+    are_plain = text.count(" ") == len(texts) - 1 and _ALL_WHOLE.fullmatch(text)
+    return [*map(int if are_plain else whole, texts)]
 
 
 def sums_of(found: Mapping[bytes, bytes] | None) -> dict[str, int]:

@@ -34,7 +34,7 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.durable_calls import confirmed_writes
 from penstock.queue.broker.history import RecentCalls
 from penstock.queue.job_cost import Ahead
-from penstock.queue.record_fields import MAX_WHOLE, whole
+from penstock.queue.record_fields import MAX_WHOLE, all_whole, whole
 
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -222,7 +222,7 @@ def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
 
 def times_ms_of(fields: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Return when a job was submitted, first taken, got its first token, and finished; 0 for a stage not reached."""
-    submitted, taken, first, finished = (whole(fields[f]) for f in ("submitted", "taken", "first", "finished"))
+    submitted, taken, first, finished = all_whole([fields[f] for f in ("submitted", "taken", "first", "finished")])
     return submitted, taken, first, finished
 
 
@@ -249,11 +249,11 @@ def _past_leases(text: str) -> Iterator[PastLease]:
 
 def _used(text: str) -> tuple[Usage | None, int | None]:
     """Parse `<prompt> <completion> <cached> <kv_token_ms> <reasoning>`, or nothing for an open job."""
-    prompt, completion, cached, kv_token_ms, reasoning = (*text.split(" "), "", "", "", "", "")[:5]
-    if not prompt:
+    parts = text.split(" ")
+    if not parts[0]:
         return None, None
-    usage = Usage(whole(prompt), whole(completion), whole(cached), whole(reasoning))
-    return usage, whole(kv_token_ms) if kv_token_ms else None
+    prompt, completion, cached, kv_token_ms, reasoning = (*all_whole(parts), 0, 0, 0, 0)[:5]
+    return Usage(prompt, completion, cached, reasoning), kv_token_ms if len(parts) > 3 and parts[3] else None
 
 
 # The positions of waiting jobs in their pool's queue, read for many jobs in one call.

@@ -20,7 +20,6 @@ from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
-from penstock.contract.retries import OUTPUT_REJECTED
 from penstock.contract.tenant import NO_LIMIT
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
@@ -208,10 +207,8 @@ class ProducerBroker:
         await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox, int(stops))
 
     @retried
-    async def successor_of(self, job_id: str, outcome: Outcome) -> str | None:
-        """Return the id of the job that took the place of an ended one, because its output was refused; else None."""
-        if outcome.code != OUTPUT_REJECTED:
-            return None
+    async def successor_of(self, job_id: str) -> str | None:
+        """Return the id of the job that took the place of one whose output was refused; None if none did."""
         with translated():
             found = await cast(Any, self._redis.hget(keys.job(job_id), "retried_as"))
         return None if found is None else f"{pool_of(job_id)}.{found.decode(errors='replace')}"
@@ -226,7 +223,7 @@ class ProducerBroker:
         if state == "NOT_FOUND":
             raise _no_job(job_id)
         if state == "failed":
-            successor = await self.successor_of(job_id, Outcome("failed", OUTPUT_REJECTED))
+            successor = await self.successor_of(job_id)
             return state if successor is None else await self.cancel(successor, tenant)
         if state in _CANCELLED:
             self._recent.note(partial(scripts.cancel, self._redis, job_id, tenant))

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar, cast
 
 from redis.asyncio import Redis
@@ -195,6 +195,8 @@ MAX_SHORT_BYTES = 64
 
 def short(text: str) -> str:
     """Return the beginning of a text in one line, without characters that do not print, in MAX_SHORT_BYTES."""
+    if not text:
+        return ""
     head = text.lstrip()[: 4 * MAX_SHORT_BYTES]
     if not head.isprintable():
         head = "".join(char if char.isprintable() else " " for char in head)
@@ -202,6 +204,10 @@ def short(text: str) -> str:
     if len(data) <= MAX_SHORT_BYTES:
         return data.decode()
     return data[: MAX_SHORT_BYTES - len("…".encode())].decode(errors="ignore") + "…"
+
+
+_short_name = lru_cache(maxsize=64)(short)
+"""For the names of models, which are few."""
 
 
 def first_words(job: JobDef) -> str:
@@ -262,7 +268,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "retry_of": (job.retry_of or "").rpartition(".")[2],
         "webhooks": " ".join(job.webhooks),
         "more": _rare_fields_of(job),
-        "model": short(submission.model),
+        "model": _short_name(submission.model),
         "words": first_words(job),
     }
     # submit.lua has the defaults.
