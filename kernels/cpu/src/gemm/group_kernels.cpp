@@ -40,7 +40,8 @@ struct PackedGroup {
   static constexpr int kShift = shift_of<P>();
   static constexpr int kMost = most_of<P>();
   static constexpr int kBytes = P::kBytes / Scales::kGroups;  // with its share of the block's scales
-  static constexpr Near kNear = P::Bits::kLow == 8 ? kNearOfFast : kNearOfSlow;
+  template <int R>
+  static constexpr Near kNear = P::Bits::kLow == 8 ? kNearOfFast<R> : kNearOfSlow<R>;
   static constexpr int kPrefetches = (kBytes + 2 * kLine - 1) / (2 * kLine);
 
   const uint8_t *begin, *block, *codes;
@@ -76,6 +77,7 @@ struct UnpackedGroup {
   static constexpr bool kHasMinima = HasMinima;
   static constexpr Bias kBias = B;
   static constexpr int kMost = Most;
+  template <int R>
   static constexpr Near kNear = Near::kNothing;  // only products with many rows unpack panels
   static constexpr int kPrefetches = 4;          // of the next packed panel, which has about half as many bytes
   static constexpr int kArrays = Parts * (1 + HasMinima);
@@ -110,37 +112,37 @@ struct GroupKernel {
 
   template <int R, Fetch F>
   struct Of {
-    Floats total[R][kHalves];
+    Floats total[R][kHalves<R>];
     const uint32_t* x;
     const Tile& tile;
-    Prefetcher<F, Group::kNear> ahead;
+    Prefetcher<F, Group::template kNear<R>> ahead;
 
     static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
-      Of it{{}, tile.words, tile, Prefetcher<F, Group::kNear>(tile)};
+      Of it{{}, tile.words, tile, Prefetcher<F, Group::template kNear<R>>(tile)};
       for (int r = 0; r < R; ++r)
-        for (int h = 0; h < kHalves; ++h) it.total[r][h] = zeros();
+        for (int h = 0; h < kHalves<R>; ++h) it.total[r][h] = zeros();
       for (int g = 0; g < columns / kGroup; ++g, it.x += R * kRun) {
         const Group group(panel, g);
         add_part<0>(it, group, g, half);
         if constexpr (Group::kParts == 2) add_part<1>(it, group, g, half);
       }
       for (int r = 0; r < R; ++r)
-        for (int h = 0; h < kHalves; ++h) store(out + r * kPanel + (half + h) * kLanes, it.total[r][h]);
+        for (int h = 0; h < kHalves<R>; ++h) store(out + r * kPanel + (half + h) * kLanes, it.total[r][h]);
     }
 
     template <int Part>
     PENSTOCK_INLINE void add_part(Of& it, const Group& group, int g, int half) {
       const int first = (g * Group::kParts + Part) * R;
-      Ints acc[R][kHalves];
+      Ints acc[R][kHalves<R>];
       for (int r = 0; r < R; ++r) {
         int32_t bias = 0;
         if constexpr (Group::kBias == Bias::kGroup) bias = it.tile.biases[first + r];
         if constexpr (Group::kBias == Bias::kHalf) bias = it.tile.half_biases[first + r];
-        for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(bias);
+        for (int h = 0; h < kHalves<R>; ++h) acc[r][h] = broadcast_int(bias);
       }
       add_words<Part>(it, group, half, acc, std::make_integer_sequence<int, kWords>());
       const float* offsets = Group::kParts == 1 ? it.tile.offsets : it.tile.half_offsets;
-      for (int h = 0; h < kHalves; ++h) {
+      for (int h = 0; h < kHalves<R>; ++h) {
         const Floats scale = Group::scale(group, Part, (half + h) * kLanes);
         for (int r = 0; r < R; ++r) {
           const Floats factor = scale * broadcast(it.tile.scales[g * R + r]);
@@ -154,12 +156,12 @@ struct GroupKernel {
     }
 
     template <int Part, int... K>
-    PENSTOCK_INLINE void add_words(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves],
+    PENSTOCK_INLINE void add_words(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves<R>],
                                    std::integer_sequence<int, K...>) {
       if constexpr (Sums::kWords == 0) {
         (add_word<Part * kWords + K>(it, group, half, acc), ...);
       } else {
-        Sums sums[R][kHalves];
+        Sums sums[R][kHalves<R>];
         (add_small_word<Part * kWords, K>(it, group, half, sums, acc), ...);
       }
     }
@@ -167,28 +169,29 @@ struct GroupKernel {
     // Prefetches are spread over the words of a group, so that they cover each byte of the panel, scales included.
     template <int First, int End>
     PENSTOCK_INLINE void prefetch(Of& it, const Group& group) {
-      for (int i = First; i < End; ++i) Prefetcher<F, Group::kNear>::step(it.ahead, group.begin + i * 2 * kLine);
+      for (int i = First; i < End; ++i)
+        Prefetcher<F, Group::template kNear<R>>::step(it.ahead, group.begin + i * 2 * kLine);
     }
 
     // Adds the products of four columns.
     template <int Word>
-    PENSTOCK_INLINE void add_word(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves]) {
+    PENSTOCK_INLINE void add_word(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves<R>]) {
       prefetch<Word * Group::kPrefetches / kCodeWords, (Word + 1) * Group::kPrefetches / kCodeWords>(it, group);
-      Bytes w[kHalves];
-      for (int h = 0; h < kHalves; ++h) w[h] = Group::template word<Word>(group, half + h);
+      Bytes w[kHalves<R>];
+      for (int h = 0; h < kHalves<R>; ++h) w[h] = Group::template word<Word>(group, half + h);
       for (int r = 0; r < R; ++r) {
         const Factors x = load_factors(it.x + r * kRun + Word * kFactorWords);
-        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8(acc[r][h], w[h], x);
+        for (int h = 0; h < kHalves<R>; ++h) acc[r][h] = dot_u8(acc[r][h], w[h], x);
       }
     }
 
     // The same for small codes, whose products are first summed in 16 bits: those of word K of the part.
     template <int First, int K>
-    PENSTOCK_INLINE void add_small_word(Of& it, const Group& group, int half, Sums (&sums)[R][kHalves],
-                                        Ints (&acc)[R][kHalves]) {
+    PENSTOCK_INLINE void add_small_word(Of& it, const Group& group, int half, Sums (&sums)[R][kHalves<R>],
+                                        Ints (&acc)[R][kHalves<R>]) {
       constexpr int kWord = First + K;
       prefetch<kWord * Group::kPrefetches / kCodeWords, (kWord + 1) * Group::kPrefetches / kCodeWords>(it, group);
-      for (int h = 0; h < kHalves; ++h) {
+      for (int h = 0; h < kHalves<R>; ++h) {
         const Bytes w = Group::template word<kWord>(group, half + h);
         for (int r = 0; r < R; ++r) {
           const Sums products = Sums::of(w, it.x + r * kRun + kWord * kFactorWords);

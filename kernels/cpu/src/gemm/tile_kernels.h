@@ -8,8 +8,9 @@
 
 namespace penstock {
 
-// Halves of a panel that are computed in one pass over the columns.
-constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
+// Halves of a panel that a product with R rows computes in one pass over the columns.
+template <int R>
+constexpr int kHalves = kRegisters >= 32 || R == 1 ? 2 : 1;
 // Words of a run of quantized rows.
 constexpr int kRun = run_words(Encoding::kByGroup);
 // Words of codes that an output has in a group of columns; a word has four codes.
@@ -20,9 +21,11 @@ enum class Near { kNothing, kFirstLevel, kSecondLevel };
 
 // For kernels that do little for each byte: the processor's own prefetchers keep up with them. A kernel that reads a
 // panel twice prefetches it into the cache from which it reads it again.
-constexpr Near kNearOfFast = kHalves == 2 ? Near::kNothing : Near::kFirstLevel;
+template <int R>
+constexpr Near kNearOfFast = kHalves<R> == 2 ? Near::kNothing : Near::kFirstLevel;
 // For kernels that unpack bits. The second-level cache keeps more misses in flight than the first.
-constexpr Near kNearOfSlow = kHalves == 2 ? Near::kSecondLevel : Near::kFirstLevel;
+template <int R>
+constexpr Near kNearOfSlow = kHalves<R> == 2 ? Near::kSecondLevel : Near::kFirstLevel;
 
 // How far ahead a kernel prefetches.
 constexpr int kFirstLevelBytes = 8192, kSecondLevelBytes = 6144;
@@ -54,7 +57,7 @@ using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_c
 
 template <template <int, Fetch> class Kernel, int R, Fetch F>
 void run_kernel(const uint8_t* panel, const Tile& tile, int columns, float* out) {
-  for (int half = 0; half < 2; half += kHalves) Kernel<R, F>::run(panel, tile, columns, half, out);
+  for (int half = 0; half < 2; half += kHalves<R>) Kernel<R, F>::run(panel, tile, columns, half, out);
 }
 
 template <template <int, Fetch> class Kernel, Fetch F, int... R>
