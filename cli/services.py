@@ -32,6 +32,7 @@ from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings, check_mo
 from penstock.runtime import event_loop
 from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.logging import LogSettings, configure_logging
+from penstock.runtime.process_memory import no_collection
 from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.settings import KeySettings, pool_urls, redis_url_of
 
@@ -126,7 +127,8 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         run_replicas(settings, command, replicas, logs)
         return
     try:
-        from penstock.gpu_node.process import exiting_despite_threads, run_node
+        with no_collection():
+            from penstock.gpu_node.process import exiting_despite_threads, run_node
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[cpu]', or [gpu]") from error
 
@@ -188,7 +190,8 @@ def gateway(**given: Any) -> None:
         penstock gateway --redis-url redis://localhost --host 0.0.0.0 --port 8000
     """
     try:
-        from penstock.gateway.app import run
+        with no_collection():
+            from penstock.gateway.app import run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[gateway]'") from error
 

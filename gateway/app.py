@@ -79,7 +79,7 @@ from penstock.runtime.event_loop import LoopYielder, cancel_until_done
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.kept_sockets import Inherited
 from penstock.runtime.loop_watch import LoopWatch
-from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_collections_rare
+from penstock.runtime.process_memory import freeze_gc, keep_large_blocks_apart, make_collections_rare, no_collection
 from penstock.runtime.redis_source import tell_redis_source
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stack_dump import offer_stacks
@@ -429,9 +429,10 @@ def run(settings: GatewaySettings) -> None:
     keep_large_blocks_apart()
     offer_stacks()
     inherited = Inherited.of_environment()
-    settings = asyncio.run(_checked_at_start(settings, has_listener=inherited is not None))
-    keep = None if inherited is None else Keep(inherited)
-    server = make_server(settings, keep)
+    with no_collection():
+        settings = asyncio.run(_checked_at_start(settings, has_listener=inherited is not None))
+        keep = None if inherited is None else Keep(inherited)
+        server = make_server(settings, keep)
     sockets = None if inherited is None else [socket.socket(fileno=number) for number in inherited.listeners]
     freeze_gc()
     make_collections_rare()
