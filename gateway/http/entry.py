@@ -273,6 +273,7 @@ class Entry:
         return f"; all keys are revoked: make a new one with `penstock keys add TENANT`{opens}"
 
 
+# Keyed by tenant
 @cache
 def _keyless_record(tenant: str, scopes: tuple[KeyScope, ...], highest_class: ClassName) -> ApiKey:
     """Return the record of callers without a key. All of them share it."""

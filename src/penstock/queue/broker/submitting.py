@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from redis.asyncio import Redis
@@ -195,8 +195,8 @@ MAX_SHORT_BYTES = 64
 
 def short(text: str) -> str:
     """Return the beginning of a text in one line, without characters that do not print, in MAX_SHORT_BYTES."""
-    if not text:
-        return ""
+    if 4 * len(text) <= MAX_SHORT_BYTES and text.isprintable() and " " not in text:
+        return text  # The names of most models.
     head = text.lstrip()[: 4 * MAX_SHORT_BYTES]
     if not head.isprintable():
         head = "".join(char if char.isprintable() else " " for char in head)
@@ -204,10 +204,6 @@ def short(text: str) -> str:
     if len(data) <= MAX_SHORT_BYTES:
         return data.decode()
     return data[: MAX_SHORT_BYTES - len("…".encode())].decode(errors="ignore") + "…"
-
-
-_short_name = lru_cache(maxsize=64)(short)
-"""For the names of models, which are few."""
 
 
 def first_words(job: JobDef) -> str:
@@ -268,7 +264,7 @@ def _packed_submission(submission: Submission, inbox: str, trace: Carried) -> Pa
         "retry_of": (job.retry_of or "").rpartition(".")[2],
         "webhooks": " ".join(job.webhooks),
         "more": _rare_fields_of(job),
-        "model": _short_name(submission.model),
+        "model": short(submission.model),
         "words": first_words(job),
     }
     # submit.lua has the defaults.
