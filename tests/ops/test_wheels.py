@@ -66,7 +66,7 @@ def test_two_builds_have_the_same_bytes_and_compute_the_same_bits(tmp_path: Path
     }
     assert first == second
 
-    ours, kernels = sorted(folders[0].iterdir())
+    kernels, ours = sorted(folders[0].iterdir())
     with zipfile.ZipFile(ours) as wheel:
         metadata = wheel.read(f"penstock_llm-{__version__}.dist-info/METADATA").decode()
     assert REQUIREMENT.replace("'", '"') in metadata.replace("'", '"')
