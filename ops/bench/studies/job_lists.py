@@ -253,7 +253,7 @@ async def study(num_open: int, num_ended: int) -> None:
             server.url, redis, "change class, by tag", lambda c: c.control.bulk("change_class", **reclassed)
         )
         await measure_bulk(server.url, redis, "cancel, dry run", lambda c: c.control.bulk("cancel", dry_run=True))
-        await measure_bulk(server.url, redis, "cancel", lambda c: c.control.bulk("cancel"))
+        await measure_bulk(server.url, redis, "cancel", lambda c: c.control.bulk("cancel", all_jobs=True))
         await measure_bulk(
             server.url,
             redis,
