@@ -161,7 +161,7 @@ def test_bulk_cancel_asks_on_a_terminal_and_says_how_many(pool: str) -> None:
                 assert terminal.wait() == status, terminal.screen
             assert {job.status().state for job in waiting} == {state}
         with TerminalProcess(*words) as terminal:
-            terminal.wait_for("Cancel 0 jobs of all tenants")
+            terminal.wait_for("Cancel 0 jobs of all tenants, 0 of them running? [y/N]: ")
             terminal.press(CTRL_C)
             assert terminal.wait() != 0
 
