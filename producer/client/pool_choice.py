@@ -70,7 +70,7 @@ def choose_pool(
 
 
 def _fits(pool: ServedPool, model: str | None, kind: str | None) -> bool:
-    """Return whether a pool can be chosen without a look at others."""
+    """Return whether a pool's model has this name, and its nodes run such jobs by this version of the protocol."""
     is_named = model is None or model == pool.model
     return is_named and (kind is None or kind in pool.kinds) and pool.protocol_version == PROTOCOL_VERSION
 

@@ -56,10 +56,11 @@ class CachedState(Generic[T]):
 
     async def get(self) -> T:
         """Return the value, at most `ttl_s` old. Raises what the fetch raised."""
-        clock, held = asyncio.get_running_loop().time, self._held
-        if held is not None and clock() < held.ended_s + self._ttl_s:
-            return held.value
-        return await self._first(lambda held: clock() < held.ended_s + self._ttl_s)
+        held = self._held
+        return held.value if held is not None and self._is_fresh(held) else await self._first(self._is_fresh)
+
+    def _is_fresh(self, held: _Fetched[T]) -> bool:
+        return asyncio.get_running_loop().time() < held.ended_s + self._ttl_s
 
     async def recent(self) -> T:
         """Return the value, at most `ttl_s + stale_s` old. A call that gets an expired value starts a fetch of it."""

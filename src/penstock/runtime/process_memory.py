@@ -46,6 +46,7 @@ def limit_growth(num_bytes: int) -> None:
 YOUNG_PER_COLLECTION = 10_000
 """New objects before a collection of the youngest generation. Python's default is 700."""
 YOUNG_PER_MIDDLE = 10
+"""Collections of the youngest generation before one of the middle one: Python's default."""
 MIDDLE_PER_FULL = 14
 """Collections of the middle generation before a full one: 1.4 million objects more than at the last one. Circular
 garbage therefore takes some 100 MB at most. Python's default is 10."""

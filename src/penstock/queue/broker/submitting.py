@@ -195,7 +195,7 @@ MAX_SHORT_BYTES = 64
 
 def short(text: str) -> str:
     """Return the beginning of a text in one line, without characters that do not print, in MAX_SHORT_BYTES."""
-    if 4 * len(text) <= MAX_SHORT_BYTES and text.isprintable() and " " not in text:
+    if len(text) <= MAX_SHORT_BYTES and text.isascii() and text.isprintable() and " " not in text:
         return text  # The names of most models.
     head = text.lstrip()[: 4 * MAX_SHORT_BYTES]
     if not head.isprintable():
