@@ -8,41 +8,32 @@ on elsewhere. The next gateway gets all of them, and goes on from the slots of t
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import os
 import resource
-import signal
 import socket
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NoReturn, Self
+from typing import Self
 
-from penstock import __version__
-from penstock.cli.child_logs import log_variables, relay_of
-from penstock.cli.keeper_upgrade import HandedKeeper, become, own_command, slot_version_of
-from penstock.cli.processes import (
-    BackOff,
-    Child,
-    ChildCommand,
-    Event,
-    ProcessDiedError,
-    Say,
-    Supervisor,
-    keep_child,
-    run_until_stopped,
-)
+from penstock.cli.keeper_upgrade import HandedKeeper, become
+from penstock.cli.processes import ChildCommand
 from penstock.contract.errors import ConfigError
-from penstock.gateway.kept.slots import VERSION, memory_bytes
-from penstock.gateway.settings import PROGRESS_VARIABLE, GatewaySettings
-from penstock.runtime.kept_sockets import KEEP, LEAVE, READY, TAKEN, Inherited, receive_message, send_message
-from penstock.runtime.logging import LogSettings
-from penstock.runtime.service_manager import ServiceManager
+from penstock.gateway.kept.slots import memory_bytes
+from penstock.runtime.kept_sockets import (
+    KEEP,
+    LEAVE,
+    LOADED,
+    READY,
+    START,
+    TAKEN,
+    Inherited,
+    receive_message,
+    send_message,
+)
 
 _log = logging.getLogger(__package__)
 
@@ -76,8 +67,16 @@ class ConnectionKeeper:
         """Whether the gateway was asked to end, so that a new one takes over."""
         self.next_command: Sequence[str] = ()
         """The command of the keeper that replaces this one when the gateway has ended, or empty."""
+        self.asked_to_leave = asyncio.Event()
+        """Set when the gateway shall leave its connections to a successor."""
+        self.next_has_loaded = asyncio.Event()
+        """Set when the next gateway has loaded its modules."""
         self._control: socket.socket | None = None
+        """To the gateway."""
+        self._next: socket.socket | None = None
+        """To the next gateway, which has not started."""
         self._theirs: socket.socket | None = None
+        """The next gateway's end of it, until that process exists."""
         self._unsent: deque[tuple[bytes, int, int | None]] = deque()
         self._ended_ns = 0
         self._expiry: asyncio.TimerHandle | None = None
@@ -129,23 +128,44 @@ class ConnectionKeeper:
         return len(self._kept)
 
     def command_of(self, command: ChildCommand) -> ChildCommand:
-        """Return the command of the next gateway, which inherits what it needs."""
-        self._end_control()
-        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
+        """Return the command of the next gateway, which inherits what it needs and waits until it may start."""
+        self.end_next()
+        self._next, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._next.setblocking(False)
         listeners = tuple(one.fileno() for one in self._listeners)
         inherited = Inherited(self._theirs.fileno(), self._slots, self._num_slots, listeners)
         env = {**command.env, **inherited.variable}
         return replace(command, env=env, descriptors=inherited.descriptors)
 
-    def gateway_started(self) -> None:
-        """Read the messages of the gateway that was started."""
+    def next_exists(self) -> None:
+        """Read the messages of the next gateway, whose process was made."""
         if self._theirs is not None:
             # Only the gateway may have this end: its death must show here.
             self._theirs.close()
             self._theirs = None
-        if self._control is not None:
-            asyncio.get_running_loop().add_reader(self._control.fileno(), self._read)
+        if self._next is not None:
+            asyncio.get_running_loop().add_reader(self._next.fileno(), self._read_next)
+
+    def start_next(self) -> None:
+        """Let the next gateway start: from now on it is the gateway."""
+        self._end_control()
+        if (control := self._next) is not None:
+            self._control, self._next = control, None
+            # It replaces the reader of the next gateway.
+            asyncio.get_running_loop().add_reader(control.fileno(), self._read)
+            self._unsent.append((START, 0, None))
+            self._flush()
+
+    def end_next(self) -> None:
+        """Let the next gateway end: it will not be needed."""
+        self.next_has_loaded.clear()
+        if self._theirs is not None:
+            self._theirs.close()
+            self._theirs = None
+        if (control := self._next) is not None:
+            self._next = None
+            asyncio.get_running_loop().remove_reader(control.fileno())
+            control.close()
 
     def gateway_ended(self) -> None:
         """Take the connections of a gateway that has ended, and whose holder has too, and wait for the next gateway."""
@@ -156,7 +176,7 @@ class ConnectionKeeper:
             self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._drop_all)
 
     def leave(self) -> None:
-        """Ask the gateway to leave its connections to a successor, which is started then."""
+        """Tell the gateway to leave its connections to a successor, which is started then."""
         if self._control is not None:
             self.is_leaving = True
             self._unsent.append((LEAVE, 0, None))
@@ -167,6 +187,7 @@ class ConnectionKeeper:
         for listener in self._listeners:
             listener.close()
         self._listeners = []
+        self.end_next()
         self._end_control()
         self._drop_all()
         with suppress(OSError):
@@ -181,12 +202,29 @@ class ConnectionKeeper:
             os.close(descriptor)
         self._kept.clear()
 
+    def _read_next(self) -> None:
+        if self._next is None:
+            return
+        try:
+            message = receive_message(self._next)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = None
+        if message is not None and message[0] == LOADED:
+            self.next_has_loaded.set()
+        else:  # It has ended.
+            asyncio.get_running_loop().remove_reader(self._next.fileno())
+
     def _read(self) -> None:
         while (control := self._control) is not None:
             try:
                 message = receive_message(control)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                # The gateway ended before it had read all. What its holder has sent follows.
+                continue
             except OSError:
                 message = None
             if message is None:
@@ -228,149 +266,9 @@ class ConnectionKeeper:
 
     def _end_control(self) -> None:
         self._unsent.clear()
-        if self._theirs is not None:
-            self._theirs.close()
-            self._theirs = None
         if (control := self._control) is not None:
             self._control = None
             loop = asyncio.get_running_loop()
             loop.remove_reader(control.fileno())
             loop.remove_writer(control.fileno())
             control.close()
-
-
-STEADY_S = 1.0
-"""Seconds that a gateway must serve for its next restart to come at once again: connections wait for it."""
-
-
-async def start_gateway(supervisor: Supervisor, command: ChildCommand, keeper: ConnectionKeeper | None) -> Child:
-    """Start the first gateway."""
-    if keeper is None:
-        return await supervisor.start(command)
-    child = await supervisor.start(keeper.command_of(command))
-    keeper.gateway_started()
-    return child
-
-
-async def keep_gateway(
-    supervisor: Supervisor, child: Child, command: ChildCommand, keeper: ConnectionKeeper | None, say: Say
-) -> NoReturn:
-    """Restart a gateway whenever it ends. With a keeper, its connections go over to the next one."""
-    if keeper is None:
-        await keep_child(supervisor, child, command, say)
-    back_off, serves_s = BackOff(first_pause_s=0.0, steady_s=STEADY_S), time.monotonic()
-    while True:
-        await child.ended()
-        keeper.gateway_ended()
-        if keeper.next_command:
-            keeper.hand_over()
-        is_planned, keeper.is_leaving = keeper.is_leaving, False
-        pause_s = 0.0 if is_planned else back_off.pause_s(time.monotonic() - serves_s)
-        how = f"it starts again {f'in {pause_s:g} s' if pause_s else 'at once'}"
-        say(f"{child.why_it_ended()}; {how}, and {keeper.num_kept} connections wait for it")
-        await asyncio.sleep(pause_s)
-        serves_s = math.inf
-        try:
-            child = await supervisor.replace(child, keeper.command_of(command))
-            keeper.gateway_started()
-            await child.ready()
-            serves_s = time.monotonic()
-        except ProcessDiedError:
-            continue
-        except OSError as error:
-            # The machine may have no memory for another process now.
-            say(f"{command.name} does not start: {error}")
-            continue
-        say(f"{command.name} serves again")
-
-
-class Upgrade:
-    """Lets the keeper, and with it the gateway, become those of the release that its command leads to now."""
-
-    def __init__(self, keeper: ConnectionKeeper, supervisor: Supervisor) -> None:
-        """The only child of the `supervisor` is the gateway."""
-        self._keeper = keeper
-        self._supervisor = supervisor
-        self._running: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begin, unless it has begun."""
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._run(), name="upgrade")
-
-    async def _run(self) -> None:
-        command = own_command()
-        version = await slot_version_of(command)
-        if version is None:
-            return
-        self._keeper.next_command = command
-        if version == VERSION:
-            self._keeper.leave()
-            return
-        _log.warning(
-            "the new release cannot go on with open answers, so the gateway drains first",
-            extra={"slot_version": VERSION, "next_slot_version": version},
-        )
-        await self._supervisor.children[0].stop()
-
-
-def on_hangup(call: Callable[[], object], *, is_ignored_for_now: bool = False) -> None:
-    """Let SIGHUP call something, unless it means that the terminal of this process is gone, or is ignored.
-
-    `is_ignored_for_now`: whether the keeper before this one had it ignored, until this one handles it.
-    """
-    has_terminal = any(os.isatty(number) for number in (0, 2))
-    if is_ignored_for_now or (not has_terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, call)
-
-
-# `penstock gateway --keep-connections`: this process is the keeper, and the gateway its child.
-
-START_TIMEOUT_S = 60.0
-
-
-def run_kept_gateway(command: ChildCommand, settings: GatewaySettings, logs: LogSettings) -> None:
-    """Run a gateway and its successors until SIGTERM or SIGINT.
-
-    SIGHUP replaces this process and its gateway by those of the installed release, and cuts no answer.
-    """
-    run_until_stopped(_run_kept(command, settings, logs), status=0)
-
-
-async def _run_kept(command: ChildCommand, settings: GatewaySettings, logs: LogSettings) -> None:
-    manager = ServiceManager.of_environment()
-    async with Supervisor(relay_of(logs), log_variables(logs)) as supervisor:
-        handed = HandedKeeper.of_environment()
-        if handed is None:
-            keeper = await ConnectionKeeper.open(settings.host, settings.port)
-        else:
-            keeper = ConnectionKeeper.take_over(handed)
-        if keeper is None:
-            _log.warning("connections cannot outlive the gateway on this system")
-        else:
-            supervisor.before_stop.append(keeper.close)
-            on_hangup(Upgrade(keeper, supervisor).start, is_ignored_for_now=handed is not None)
-        # Only this process is the service's main process, so it alone tells the service manager.
-        command = replace(command, env={**command.env, "NOTIFY_SOCKET": ""})
-        child = await start_gateway(supervisor, command, keeper)
-        if handed is None:
-            ready: Event | None = await child.ready(timeout_s=START_TIMEOUT_S)
-            if os.environ.get(PROGRESS_VARIABLE) == "json":
-                print(json.dumps(ready), flush=True)  # noqa: T201
-        elif (ready := await _ready_or_restarted(child)) is not None:
-            _log.warning("gateway serves again, with its keeper", extra={"release": __version__, "prefix": sys.prefix})
-        address = f"port {settings.port}" if ready is None else ready["url"]
-        manager.ready(f"listens on {address}, from {sys.prefix}")
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(manager.feed())
-                tasks.create_task(keep_gateway(supervisor, child, command, keeper, _log.warning))
-        finally:
-            manager.stopping()
-
-
-async def _ready_or_restarted(child: Child) -> Event | None:
-    """Return the ready event of a gateway for which connections wait, or None if it has ended: it is started again."""
-    with suppress(ProcessDiedError):
-        return await child.ready()
-    return None

@@ -266,13 +266,14 @@ class Supervisor:
         self._children.append(child)
         return child
 
-    async def replace(self, ended: Child, command: ChildCommand) -> Child:
-        """Start a child that replaces an ended one and takes over its position in the order of the shutdown."""
-        position = self._children.index(ended)
-        child = await self.start(command)
+    def replace(self, ended: Child, child: Child) -> None:
+        """Let a child that was started take over the position of an ended one in the order of the shutdown."""
         self._children.remove(child)
-        self._children[position] = child
-        return child
+        self._children[self._children.index(ended)] = child
+
+    def forget(self, ended: Child) -> None:
+        """Forget a child that has ended."""
+        self._children.remove(ended)
 
     async def until_one_dies(self) -> NoReturn:
         """Wait until a child ends, and raise its ProcessDiedError."""
@@ -342,7 +343,8 @@ async def keep_child(supervisor: Supervisor, child: Child, command: ChildCommand
         await asyncio.sleep(pause_s)
         started_s = time.monotonic()
         try:
-            child = await supervisor.replace(child, command)
+            ended, child = child, await supervisor.start(command)
+            supervisor.replace(ended, child)
             await child.ready()
         except ProcessDiedError:
             continue

@@ -21,7 +21,8 @@ import typer
 
 from penstock.cli.child_logs import end_in_words, log_prefix, log_variables, relay_of
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
-from penstock.cli.keeper import ConnectionKeeper, keep_gateway, on_hangup, start_gateway
+from penstock.cli.keeper import ConnectionKeeper
+from penstock.cli.kept_gateway import keep_gateway, on_hangup, start_gateway
 from penstock.cli.loading_progress import LoadingProgress
 from penstock.cli.option_words import show_all
 from penstock.cli.options import Problems, options_of, taken_for, takes, words_of
@@ -316,7 +317,7 @@ async def _serve(
         if keeper is not None:
             # Before the gateway is asked to end: connections must not wait for one that does not come.
             supervisor.before_stop.append(keeper.close)
-            on_hangup(keeper.leave)
+            on_hangup(keeper.asked_to_leave.set)
         started = start_all(supervisor, redis_url, model, nodes, command, keeper)
         ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         if server is not None:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from penstock.cli.demo_model import SAMPLING, default_model, is_demo
-from penstock.cli.keeper import run_kept_gateway
 from penstock.cli.keeper_upgrade import CHECK_VARIABLE, say_version
+from penstock.cli.kept_gateway import run_kept_gateway
 from penstock.cli.options import Problems, docstrings_of, options_of, taken_for, takes, words_of
 from penstock.cli.output import exit_code_of
 from penstock.cli.processes import gateway_command, node_command
@@ -189,11 +189,16 @@ def gateway(**given: Any) -> None:
     Examples:
         penstock gateway --redis-url redis://localhost --host 0.0.0.0 --port 8000
     """
+    inherited = Inherited.of_environment()
     try:
         with no_collection():
             from penstock.gateway.app import run
+            from penstock.gateway.kept.standby import may_start
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock-llm[gateway]'") from error
+
+    if inherited is not None and not may_start(inherited):
+        return
 
     if problems := _gateway_problems(given):
         raise joined(problems)
@@ -201,7 +206,7 @@ def gateway(**given: Any) -> None:
     url = redis_url_of(given["redis_url"])
     settings = GatewaySettings.load(**given | {"redis_url": url})
     configure_logging(logs)
-    if settings.keep_connections and Inherited.of_environment() is None:
+    if settings.keep_connections and inherited is None:
         if os.environ.get(CHECK_VARIABLE):
             say_version()
             return

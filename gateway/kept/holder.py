@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import signal
@@ -39,6 +40,8 @@ _FULL_S = 0.001
 """Seconds between two attempts while the keeper reads too slowly."""
 _PATIENCE_S = 30.0
 """Seconds for which the holder waits for a keeper that reads nothing."""
+_begun = mmap.mmap(-1, 1)
+"""A byte that a gateway and its holder share: 1 once the gateway has started, so that the connections are its own."""
 
 
 def can_share_descriptors() -> bool:
@@ -53,8 +56,6 @@ def start_holder() -> None:
         return
     memory = mapped(inherited.slots, inherited.num_slots)
     table = ConnectionTable(memory, inherited.num_slots)
-    # The descriptors in it are those of an earlier gateway.
-    table.forget_all()
     gateway, flags = os.getpid(), _CLONE_FILES | signal.SIGCHLD
     # Held back until the holder ignores them: a handler of this process must not run there.
     with _without_signals():
@@ -63,6 +64,12 @@ def start_holder() -> None:
             _hold(gateway, inherited.control, table)
     if holder > 0:
         os.environ.update(replace(inherited, holder=holder).variable)
+
+
+def begin_to_hold(inherited: Inherited) -> None:
+    """Let the holder send the connections in the table when this process ends. Until now, another gateway had them."""
+    ConnectionTable(mapped(inherited.slots, inherited.num_slots), inherited.num_slots).forget_all()
+    _begun[0] = 1
 
 
 @contextmanager
@@ -84,8 +91,9 @@ def _hold(gateway: int, control: int, table: ConnectionTable) -> NoReturn:
         prctl(_PR_SET_PDEATHSIG, _GATEWAY_ENDED, 0, 0, 0)
         while os.getppid() == gateway:
             signal.sigtimedwait((_GATEWAY_ENDED,), _CHECK_S)
-        with suppress(OSError):  # The keeper has ended too, so no gateway follows.
-            send_connections(control, table)
+        if _begun[0]:
+            with suppress(OSError):  # The keeper has ended too, so no gateway follows.
+                send_connections(control, table)
     except Exception:
         traceback.print_exc()
     finally:

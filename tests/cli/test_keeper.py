@@ -40,7 +40,8 @@ def gateway_of(keeper: ConnectionKeeper) -> Keep:
     own = os.dup(inherited.control)
     keep = Keep(replace(inherited, control=own, holder=os.getpid()))
     keep.slots.connections.forget_all()
-    keeper.gateway_started()
+    keeper.next_exists()
+    keeper.start_next()
     return keep
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import keeper as module
-from penstock.cli.keeper import ConnectionKeeper, Upgrade
+from penstock.cli import kept_gateway as module
+from penstock.cli.keeper import ConnectionKeeper
 from penstock.cli.keeper_upgrade import HandedKeeper, own_command, slot_version_of
+from penstock.cli.kept_gateway import Upgrade
 from penstock.gateway.kept.slots import VERSION, AnswerSlot
 from tests.cli.test_keeper import end, gateway_of, opened, turns
 
@@ -115,7 +116,8 @@ async def test_answers_are_left_only_to_a_release_that_knows_their_slots(
         done.append("drain")
 
     monkeypatch.setattr(module, "slot_version_of", told)
-    keeper: Any = SimpleNamespace(next_command=(), leave=lambda: done.append("leave"))
+    leaves_when_asked = SimpleNamespace(set=lambda: done.append("leave"))
+    keeper: Any = SimpleNamespace(next_command=(), asked_to_leave=leaves_when_asked)
     upgrade = Upgrade(keeper, SimpleNamespace(children=[SimpleNamespace(stop=stop)]))  # type: ignore[arg-type]
     upgrade.start()
     upgrade.start()

@@ -256,16 +256,16 @@ async def test_a_part_starts_again_when_the_machine_can_fork_again(
     said: list[str] = []
     part = command(FAILING.format(path=str(tmp_path / "runs"), dies="sys.exit(3)"), name="node")
     async with Supervisor(quiet) as supervisor:
-        replace, failures = supervisor.replace, [OSError(12, "Cannot allocate memory")]
+        start, failures = supervisor.start, [OSError(12, "Cannot allocate memory")]
 
-        async def replaced(child: Child, command: ChildCommand) -> Child:
+        async def started(command: ChildCommand) -> Child:
             if failures:
                 raise failures.pop()
-            return await replace(child, command)
+            return await start(command)
 
-        monkeypatch.setattr(supervisor, "replace", replaced)
         child = await supervisor.start(part)
         await child.ready()
+        monkeypatch.setattr(supervisor, "start", started)
         keeper = asyncio.create_task(keep_child(supervisor, child, part, said.append))
         await until(lambda: "node serves again" in said, meanwhile=lambda: not keeper.done())
         keeper.cancel()

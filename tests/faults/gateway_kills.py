@@ -83,14 +83,14 @@ class KeptGateway:
                 self._serves_again.release()
 
     def pids(self) -> tuple[int, int]:
-        """Return the process ids of the guard and of the gateway."""
-        children: dict[int, list[int]] = {}
+        """Return the process ids of the guard and of the gateway. The gateway on standby is younger."""
+        children: dict[int, list[tuple[int, int]]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                parent = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
-                children.setdefault(parent, []).append(int(folder.name))
-        (guard,) = children[self.process.pid]
-        (gateway,) = children[guard]
+                fields = (folder / "stat").read_text().rpartition(") ")[2].split()
+                children.setdefault(int(fields[1]), []).append((int(fields[19]), int(folder.name)))
+        _, guard = min(children[self.process.pid])
+        ((_, gateway),) = children[guard]
         return guard, gateway
 
     def kill(self, *, guard: bool = False) -> float:

@@ -3,8 +3,10 @@
 The keeper is the process that starts the gateway. Both have a pair of Unix sockets of the kind SOCK_SEQPACKET, so each
 message arrives whole. A message has a letter and a number; that of a connection brings a duplicate of it (SCM_RIGHTS).
 
-    gateway → keeper   READY (it takes the connections of its predecessor), TAKEN (it has them)
-    keeper → gateway   KEEP slot + descriptor for each kept connection, READY + nanoseconds (there are no more), LEAVE
+    gateway → keeper   LOADED (its modules are loaded, and it waits), READY (it takes the connections of its
+                       predecessor), TAKEN (it has them)
+    keeper → gateway   START (it is the gateway now), KEEP slot + descriptor for each kept connection,
+                       READY + nanoseconds (there are no more), LEAVE
     holder → keeper    KEEP slot + descriptor for each kept connection, when the gateway has ended
 
 The time is that at which the keeper saw the predecessor's end, by the clock CLOCK_MONOTONIC, which all processes share.
@@ -27,7 +29,7 @@ KEEPER_VARIABLE = "PENSTOCK_GATEWAY_KEEPER"
 """Environment variable of a gateway that has a keeper:
 `<control>:<slots>:<number of slots>:<listener>,<listener>…:<holder>`, all of them descriptors but the number of slots
 and the process that holds the gateway's connections (`gateway/kept/holder.py`), which is 0 until it runs."""
-KEEP, READY, TAKEN, LEAVE = b"K", b"R", b"T", b"L"
+LOADED, START, KEEP, READY, TAKEN, LEAVE = b"O", b"S", b"K", b"R", b"T", b"L"
 _MESSAGE = struct.Struct("<cQ")
 _DESCRIPTORS = array.array("i", [0])
 

@@ -20,12 +20,14 @@ from penstock.runtime.kept_sockets import KEEP, Inherited, receive_message
 NUM_SLOTS = 2000
 GATEWAY = """
 import os, signal, socket, sys, threading, time
-from penstock.gateway.kept.holder import start_holder
+from penstock.gateway.kept.holder import begin_to_hold, start_holder
 from penstock.gateway.kept.slots import ConnectionTable, mapped
 from penstock.runtime.kept_sockets import Inherited
 signal.signal(signal.SIGTERM, lambda *_: None)
 start_holder()
 inherited = Inherited.of_environment()
+if "begins" in sys.argv:
+    begin_to_hold(inherited)
 table = ConnectionTable(mapped(inherited.slots, inherited.num_slots), inherited.num_slots)
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 listener = socket.create_server(("127.0.0.1", 0))
@@ -50,10 +52,10 @@ for line in sys.stdin:
 class Gateway:
     """A process that accepts connections as it is told, with a holder."""
 
-    def __init__(self, control: socket.socket, slots: int) -> None:
+    def __init__(self, control: socket.socket, slots: int, *, begins: bool) -> None:
         inherited = Inherited(control.fileno(), slots, NUM_SLOTS, (0,))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", GATEWAY],
+            [sys.executable, "-c", GATEWAY, *(["begins"] if begins else [])],
             env={**os.environ, **inherited.variable},
             pass_fds=(control.fileno(), slots),
             stdin=subprocess.PIPE,
@@ -88,12 +90,12 @@ class Gateway:
 
 
 @contextmanager
-def started() -> Iterator[tuple[Gateway, socket.socket, int]]:
+def started(*, begins: bool = True) -> Iterator[tuple[Gateway, socket.socket, int]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     slots = os.memfd_create("slots")
     os.ftruncate(slots, memory_bytes(NUM_SLOTS))
     ours.settimeout(30)
-    gateway = Gateway(theirs, slots)
+    gateway = Gateway(theirs, slots, begins=begins)
     theirs.close()
     try:
         yield gateway, ours, slots
@@ -195,6 +197,14 @@ def test_a_holder_ends_with_its_gateway_and_is_small() -> None:
         assert resident_kib < 64 << 10
         gateway.kill()
         assert sent(control) == {}
+
+
+def test_a_gateway_on_standby_sends_no_connection_of_the_gateway_that_serves() -> None:
+    with started(begins=False) as (gateway, control, slots):
+        table = ConnectionTable(mapped(slots, NUM_SLOTS), NUM_SLOTS)
+        table.note(3, 0)  # Of the gateway that serves.
+        gateway.kill()
+        assert sent(control) == {} and table.found() == {3: 0}
 
 
 def test_a_process_without_a_keeper_has_no_holder() -> None:

@@ -2,7 +2,8 @@
 
 FAULTS_OF_GATEWAYS="between|ring and commit|3;after|put|1": the first gateway is killed the third time that it is at its
 point, the second one when a slot has its first bytes, before they are written. An empty fault kills none.
-FAULTS_COUNTED is a file that grows by a byte for each gateway. What follows `repeat;` is the fault of all gateways.
+FAULTS_COUNTED is a file that grows by a byte for each gateway that starts; one on standby has not started. What follows
+`repeat;` is the fault of all gateways.
 """
 
 import mmap
@@ -25,13 +26,24 @@ def _own_fault() -> str:
     return faults[number] if number < len(faults) else ""
 
 
-def _arm(fault: str) -> None:
-    from penstock.gateway.kept import slots
+def _arm() -> None:
+    from penstock.gateway.kept import holder, slots
     from penstock.gateway.kept.slots import AnswerSlot
     from penstock.runtime import crash_points
+    from penstock.runtime.kept_sockets import Inherited
 
-    when, what, count = fault.split("|")
-    times_left = int(count)
+    when = what = ""
+    times_left = 0
+    begin = holder.begin_to_hold
+
+    def begin_with_a_fault(inherited: Inherited) -> None:
+        nonlocal when, what, times_left
+        begin(inherited)
+        if fault := _own_fault():
+            when, what, count = fault.split("|")
+            times_left = int(count)
+
+    holder.begin_to_hold = begin_with_a_fault
 
     def point(at: str, name: str) -> None:
         nonlocal times_left
@@ -68,5 +80,5 @@ def _arm(fault: str) -> None:
     slots._COUNT = ArmedCount()  # type: ignore[assignment]
 
 
-if "PENSTOCK_GATEWAY_KEEPER" in os.environ and "FAULTS_OF_GATEWAYS" in os.environ and (_fault := _own_fault()):
-    _arm(_fault)
+if "PENSTOCK_GATEWAY_KEEPER" in os.environ and "FAULTS_OF_GATEWAYS" in os.environ:
+    _arm()
