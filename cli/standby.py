@@ -16,7 +16,7 @@ from penstock.cli.processes import BackOff, Child, ChildCommand, Supervisor
 
 _log = logging.getLogger(__package__)
 
-AFTER_S = 1.0
+AFTER_S = 0.25
 """Seconds that a gateway serves before the next one loads its modules."""
 LOAD_TIMEOUT_S = 30.0
 """Seconds that a planned restart waits for the next gateway to have loaded its modules."""

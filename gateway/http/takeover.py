@@ -25,10 +25,12 @@ from penstock.runtime.kept_sockets import counts_of
 
 logger = logging.getLogger("penstock.gateway")
 
-SURVIVED_S = 2.0
+SURVIVED_S = 1.0
 """An answer that was taken over for so many seconds is not the kind that kills its gateway."""
 TURN_S = 0.25
 """Seconds for which an answer is alone whose takeover may have killed a gateway, to show whether it did."""
+TURNS_S = 1.0
+"""Seconds for the turns of all such answers. Where a gateway was killed twice from outside, all its answers are such."""
 MAX_ADOPTED_AT_ONCE = 64
 _END_OF_CHUNKS = b"0\r\n\r\n"
 
@@ -46,6 +48,7 @@ class AnswerTakeover:
         self._metrics = metrics
         self._ended_ns = 0
         self._suspects = asyncio.Lock()
+        self._num_suspects = 0
 
     async def run(self) -> None:
         """Take all of them over, and return when each answer has begun to go on."""
@@ -129,6 +132,7 @@ class AnswerTakeover:
             return
         scope = scope_of(record, protocol.server, protocol.client)
         app = partial(self._answer, slot, left)
+        self._num_suspects += left.num_takeovers > 0
         keep = protocol.resume(cast(HTTPScope, scope), app, keep_alive=not (is_ahead or record["closes"]))
         keep.take_over(slot, left, record, self._note_pause)
         self._metrics.takeovers.labels("continued").inc()
@@ -141,7 +145,7 @@ class AnswerTakeover:
         loop = asyncio.get_running_loop()
         if left.num_takeovers:
             await self._suspects.acquire()
-            loop.call_later(TURN_S, self._suspects.release)
+            loop.call_later(min(TURN_S, TURNS_S / self._num_suspects), self._suspects.release)
         slot.set_takeovers(min(left.num_takeovers + 1, 255))
         survived = loop.call_later(SURVIVED_S, keep.survive)
         try:

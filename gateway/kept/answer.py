@@ -32,7 +32,7 @@ _HEADERS = frozenset(
 """The request's headers that a record holds. Those with credentials are not among them."""
 
 
-MAX_TAKEOVERS = 2
+MAX_TAKEOVERS = 3
 """Gateways that may die while they take an answer over. The next one ends it with an error."""
 
 
