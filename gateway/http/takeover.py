@@ -30,7 +30,7 @@ SURVIVED_S = 1.0
 TURN_S = 0.25
 """Seconds for which an answer is alone whose takeover may have killed a gateway, to show whether it did."""
 TURNS_S = 1.0
-"""Seconds for the turns of all such answers. Where a gateway was killed twice from outside, all its answers are such."""
+"""Seconds for the turns of all such answers: where a gateway was killed twice from outside, all are such."""
 MAX_ADOPTED_AT_ONCE = 64
 _END_OF_CHUNKS = b"0\r\n\r\n"
 

@@ -41,6 +41,10 @@ while (message := receive_message(control)) is not None and message[0] != LEAVE:
 """
 
 
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 class Told:
     """What the gateways of a test wrote, in its order."""
 
@@ -112,7 +116,7 @@ async def test_a_planned_restart_takes_a_gateway_that_is_made_after_it_was_asked
         await until(lambda: "gateway serves again" in said, within_s=60)
         first, second, third = told.pids("made")[:3]
         assert told.pids("serves") == [first, third]
-        assert not Path(f"/proc/{second}").exists()
+        assert not exists(second)
 
 
 async def test_without_a_standby_the_next_gateway_is_made_when_one_ends(
@@ -130,4 +134,4 @@ async def test_no_standby_is_left_when_the_command_ends(tmp_path: Path) -> None:
     async with kept(tmp_path / "told") as (_, told, _):
         await until(is_named_standby(told, 1), within_s=60)
         pids = told.pids("made")
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(map(exists, pids))
