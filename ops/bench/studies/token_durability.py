@@ -144,9 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     load = f"{args.streams} streams, begun {args.apart_ms:g} ms apart, a token each {args.step_ms:g} ms"
     print(f"{ServerVersion.of(find_redis_server())}, {load}\n")
-    print(
-        "| `appendfsync` | level | tokens/s | of `memory` | first token p50, p99 (ms) | later (ms) | held p50, p99 (ms) |"
-    )
+    print("| `appendfsync` | level | tokens/s | of `memory` | first token p50, p99 (ms) | later (ms) | held (ms) |")
     print("|---|---|---|---|---|---|---|")
     for setting in args.settings:
         with server(setting) as url, node(url, args.step_ms), holds_are_timed():
