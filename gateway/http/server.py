@@ -57,6 +57,11 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, tell the URL, and take over what a predecessor left."""
+        takeover: AnswerTakeover | None = None
+        if self._keep is not None:
+            takeover = AnswerTakeover(self._keep, self._new_protocol, self.config.loaded_app, self._metrics)
+            # Before the first connection is accepted: its answer needs a slot that is free.
+            await takeover.learn()
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -64,10 +69,9 @@ class GatewayServer(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": url}), flush=True)  # noqa: T201
         self._manager.ready(f"listens on {url}")
         self._background.add(asyncio.create_task(self._manager.feed(), name="penstock watchdog"))
-        if (keep := self._keep) is not None:
+        if (keep := self._keep) is not None and takeover is not None:
             keep.on_leave = self._start_to_leave
             keep.watch_holder()
-            takeover = AnswerTakeover(keep, self._new_protocol, self.config.loaded_app, self._metrics)
             self._background.add(asyncio.create_task(takeover.run(), name="penstock takeover"))
 
     def _new_protocol(self) -> BoundedHead:

@@ -46,20 +46,25 @@ class AnswerTakeover:
         self._new_protocol = new_protocol
         self._app = app
         self._metrics = metrics
+        self._found: list[tuple[AnswerSlot, int]] = []
         self._ended_ns = 0
         self._suspects = asyncio.Lock()
         self._num_suspects = 0
 
-    async def run(self) -> None:
-        """Take all of them over, and return when each answer has begun to go on."""
+    async def learn(self) -> None:
+        """Learn which slots are taken. Until then, no other answer may take one, nor the place of newest parts."""
         found, self._ended_ns = await self._keep.kept_before()
         slots = self._keep.slots.taken([number for number, _ in found])
-        for number, (slot, (_, descriptor)) in enumerate(zip(slots, found, strict=True)):
+        self._found = [(slot, descriptor) for slot, (_, descriptor) in zip(slots, found, strict=True)]
+
+    async def run(self) -> None:
+        """Take all of them over, and return when each answer has begun to go on."""
+        for number, (slot, descriptor) in enumerate(self._found):
             await self._adopt(slot, descriptor)
             if number % MAX_ADOPTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        if found:
-            logger.info("took over the connections of an earlier gateway", extra={"num_connections": len(found)})
+        if self._found:
+            logger.info("took over the connections of an earlier gateway", extra={"num_connections": len(self._found)})
 
     async def _adopt(self, slot: AnswerSlot, descriptor: int) -> None:
         """Go on with one connection, or close it."""
