@@ -26,7 +26,7 @@ from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.broker import durable_calls
 from penstock.queue.broker.connection import Patience, connect
-from penstock.queue.broker.durable_calls import MAX_ROUNDS
+from penstock.queue.broker.durable_calls import MAX_ROUNDS, DurableCalls
 from penstock.queue.broker.producer import ProducerBroker, Submission, Submitted
 from penstock.runtime.embedded_redis import ServerVersion, find_redis_server
 
@@ -304,6 +304,21 @@ async def test_calls_share_rounds_and_a_refusal_waits_for_no_disk(durable: Calla
         assert (await one.redis.info("clients"))["connected_clients"] <= before + 4
         await one.set(appendfsync="everysec")
     assert {(await task).state for task in [*tasks, *later]} == {"queued"}
+
+
+async def test_checks_of_one_moment_share_one_connection(durable: Callable[..., Any]) -> None:
+    one = await durable(appendfsync="always")
+    calls = DurableCalls(one.redis, one.patience, FSYNC)
+    before = (await one.redis.info("clients"))["connected_clients"]
+    await asyncio.gather(*(calls.check() for _ in range(20)))
+    assert (await one.redis.info("clients"))["connected_clients"] == before + 1
+    leaver, stayer = asyncio.create_task(calls.check()), asyncio.create_task(calls.check())
+    await asyncio.sleep(0)
+    leaver.cancel()
+    await stayer
+    await calls.close()
+    with pytest.raises(UnavailableError, match="the client was closed"):
+        await calls.check()
 
 
 @pytest.mark.usefixtures("has_waitaof")

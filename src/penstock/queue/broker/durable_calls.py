@@ -140,6 +140,8 @@ class DurableCalls:
         self._free: list[_Line] = []
         self._rounds: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._checking: asyncio.Task[None] | None = None
+        """The check that runs."""
         self._is_closed = False
 
     async def call(
@@ -169,8 +171,19 @@ class DurableCalls:
         return await asyncio.shield(self._shared.done)
 
     async def check(self) -> None:
-        """Raise the error of a Redis that cannot promise it now: that of `call` without a call of a script."""
-        await self._check()
+        """Raise the error of a Redis that cannot promise it now: that of `call` without a call of a script.
+
+        Callers of one moment share a check.
+        """
+        if (checking := self._checking) is None:
+            checking = self._checking = asyncio.create_task(self._check(), name="penstock check of durability")
+            checking.add_done_callback(self._note_checked)
+        # Of several callers, one that leaves must not take the answer from the others.
+        await asyncio.shield(checking)
+
+    def _note_checked(self, checked: asyncio.Task[None]) -> None:
+        self._checking = None
+        _note_error(checked)
 
     @retried
     async def _check(self) -> None:
@@ -202,7 +215,7 @@ class DurableCalls:
         """Close all connections. Calls that wait get UnavailableError."""
         self._is_closed = True
         self._stop_timer()
-        await cancel_until_done(list(self._rounds))
+        await cancel_until_done([*self._rounds, *([] if self._checking is None else [self._checking])])
         for one in self._waiting:
             one.fail(_closed())
         for line in self._free:
@@ -459,8 +472,8 @@ async def _info_of(connection: SharedConnection) -> dict[str, str]:
     return found
 
 
-def _note_error(done: asyncio.Future[Confirmed]) -> None:
-    """Mark the error of a shared write as seen: all of its callers may have left."""
+def _note_error(done: asyncio.Future[Any]) -> None:
+    """Mark the error of something shared as seen: all of its callers may have left."""
     if not done.cancelled():
         done.exception()
 

@@ -6,11 +6,11 @@
 --   only jobs with a uuid from this text on; '' for all. states, levels: lists of those that the filter names; empty for
 --   any. The tenants' lists are at most MAX_LISTS.
 -- Answer: {ids of up to `count` jobs, the uuid up to which it looked, 1 if there are no older jobs, number of examined jobs}
-local MAX_EXAMINED, MAX_LISTS = 192, 512
+local MAX_EXAMINED, MAX_LISTS = 64, 512
 local asked = cmsgpack.unpack(ARGV[1])
 -- The metadata of a job has up to 10 KB.
 local reads_metadata = next(asked.metadata) ~= nil
-if reads_metadata then MAX_EXAMINED = 48 end
+if reads_metadata then MAX_EXAMINED = 16 end
 if #asked.tenants * #asked.lists > MAX_LISTS then return redis.error_reply('TOO_MANY_LISTS') end
 -- A pool of another version has other lists.
 if (redis.call('HGET', KEYS[1], 'version') or PROTOCOL_VERSION) ~= PROTOCOL_VERSION then return {{}, asked.after, 1, 0} end
