@@ -31,7 +31,7 @@ from penstock.queue.wire import Request
 
 _LOG = logging.getLogger(__package__)
 MAX_PAGE_JOBS = 1000
-_FOUND_AT_ONCE = 64
+_FOUND_AT_ONCE = 32
 """Jobs that one call of list.lua finds at most, so that it takes less than 5 ms also on a slow machine."""
 _READ_AT_ONCE = 250
 """Records that are read together."""

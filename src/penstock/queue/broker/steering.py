@@ -25,7 +25,7 @@ from penstock.queue.record_fields import RecordFields, executed, is_text, whole
 from penstock.queue.wire import Request
 
 _LOG = logging.getLogger(__package__)
-MAX_STEP_JOBS = 8
+MAX_STEP_JOBS = 4
 """Jobs that one call of change.lua takes."""
 LEASE_MS = 10_000
 """Milliseconds for which a process may continue a bulk action after its last step."""

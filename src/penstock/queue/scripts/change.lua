@@ -11,7 +11,7 @@
 --   outcome: changed; asked_to_stop: its node was told to cancel it; over: it had ended; NOT_FOUND; or the code of a failure. later: accepted after the bulk action.
 --   LOST: another process continues the action.
 --   total: after the last step of an action, how many jobs it changed, asked to stop, found ended, and failed on.
-local MAX_JOBS, MAX_FAILURES = 8, 20
+local MAX_JOBS, MAX_FAILURES = 4, 20
 local asked = cmsgpack.unpack(ARGV[1])
 local config, now, step = read_config(), clock(), asked.step
 if not config then return {'UNKNOWN_POOL'} end

@@ -55,7 +55,7 @@ for _, tenant in ipairs(asked.tenants) do
 end
 
 -- A heap of the sets by their newest id that is left. Each set is read in pages.
-local page, heap = math.max(4, math.ceil(2 * asked.count / math.max(1, #keys))), {}
+local page, heap = math.max(2, math.ceil(2 * asked.count / math.max(1, #keys))), {}
 
 local function fill(source)
   source.ids = redis.call('ZRANGE', source.key, source.from, stop, 'BYLEX', 'REV', 'LIMIT', 0, page)
