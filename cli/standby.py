@@ -1,4 +1,4 @@
-"""The gateway on standby: a process that has loaded its modules while another gateway serves, and follows that one.
+"""The gateway on standby: a process that has loaded its modules while another gateway serves, and then follows it.
 
 So the clients of a gateway that dies wait for about 0.2 s instead of a whole start. It takes about 90 MB of memory.
 """
