@@ -16,8 +16,10 @@ from penstock.cli.processes import BackOff, Child, ChildCommand, Supervisor
 
 _log = logging.getLogger(__package__)
 
+FIRST_AFTER_S = 5.0
+"""Seconds that the first gateway serves before the next one loads its modules, so that first answers have the cores."""
 AFTER_S = 0.25
-"""Seconds that a gateway serves before the next one loads its modules."""
+"""Seconds that a gateway which has followed another one serves before that. The next end may be near."""
 LOAD_TIMEOUT_S = 30.0
 """Seconds that a planned restart waits for the next gateway to have loaded its modules."""
 
@@ -29,6 +31,7 @@ class Standby:
         self._supervisor = supervisor
         self._command = command
         self._keeper = keeper
+        self._after_s = FIRST_AFTER_S
         self._child: Child | None = None
         self._making: asyncio.Task[Child] | None = None
 
@@ -61,7 +64,7 @@ class Standby:
         child = self._child
         if child is None or child.task.done():
             child = await self._make()
-        self._child = None
+        self._child, self._after_s = None, AFTER_S
         self._supervisor.replace(ended, child)
         self._keeper.start_next()
         return child
@@ -77,7 +80,7 @@ class Standby:
 
     async def _keep(self) -> NoReturn:
         """Make one, and another whenever it ends."""
-        back_off, began_s = BackOff(first_pause_s=AFTER_S), time.monotonic()
+        back_off, began_s = BackOff(first_pause_s=self._after_s), time.monotonic()
         while True:
             await asyncio.sleep(back_off.pause_s(time.monotonic() - began_s))
             began_s = time.monotonic()

@@ -76,6 +76,11 @@ async def kept(path: Path) -> AsyncIterator[tuple[ConnectionKeeper, Told, list[s
                 await keeping
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "FIRST_AFTER_S", 0.01)
+
+
 def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
@@ -95,9 +100,8 @@ async def test_the_gateway_on_standby_follows_one_that_is_killed(tmp_path: Path)
 
 
 async def test_a_gateway_on_standby_that_is_killed_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(standby, "AFTER_S", 0.01)
     async with kept(tmp_path / "told") as (_, told, said):
         await until(is_named_standby(told, 1), within_s=60)
         os.kill(told.pids("made")[1], signal.SIGKILL)
@@ -122,7 +126,7 @@ async def test_a_planned_restart_takes_a_gateway_that_is_made_after_it_was_asked
 async def test_without_a_standby_the_next_gateway_is_made_when_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "AFTER_S", 600.0)
+    monkeypatch.setattr(standby, "FIRST_AFTER_S", 600.0)
     async with kept(tmp_path / "told") as (_, told, said):
         (first,) = told.pids("made")
         os.kill(first, signal.SIGKILL)
