@@ -139,10 +139,8 @@ class ConnectionKeeper:
 
     def next_exists(self) -> None:
         """Read the messages of the next gateway, whose process was made."""
-        if self._theirs is not None:
-            # Only the gateway may have this end: its death must show here.
-            self._theirs.close()
-            self._theirs = None
+        # Only the gateway may have that end: its death must show here.
+        self._close_theirs()
         if self._next is not None:
             asyncio.get_running_loop().add_reader(self._next.fileno(), self._read_next)
 
@@ -159,9 +157,7 @@ class ConnectionKeeper:
     def end_next(self) -> None:
         """Let the next gateway end: it will not be needed."""
         self.next_has_loaded.clear()
-        if self._theirs is not None:
-            self._theirs.close()
-            self._theirs = None
+        self._close_theirs()
         if (control := self._next) is not None:
             self._next = None
             asyncio.get_running_loop().remove_reader(control.fileno())
@@ -192,6 +188,11 @@ class ConnectionKeeper:
         self._drop_all()
         with suppress(OSError):
             os.close(self._slots)
+
+    def _close_theirs(self) -> None:
+        if self._theirs is not None:
+            self._theirs.close()
+            self._theirs = None
 
     def _drop_all(self) -> None:
         """Close the connections: a gateway has them, or they end."""

@@ -29,6 +29,7 @@ from penstock.cli.processes import (
     Supervisor,
     keep_child,
     run_until_stopped,
+    started_again,
 )
 from penstock.cli.standby import Standby
 from penstock.gateway.kept.slots import VERSION
@@ -71,25 +72,15 @@ async def keep_gateway(
         how = f"it starts again {f'in {pause_s:g} s' if pause_s else 'at once'}"
         say(f"{child.why_it_ended()}; {how}, and {keeper.num_kept} connections wait for it")
         await asyncio.sleep(pause_s)
-        serves_s = math.inf
-        try:
-            child = await standby.follow(child)
-            await child.ready()
-            serves_s = time.monotonic()
-        except ProcessDiedError:
-            continue
-        except OSError as error:
-            # The machine may have no memory for another process now.
-            say(f"{command.name} does not start: {error}")
-            continue
-        say(f"{command.name} serves again")
+        child, is_ready = await started_again(supervisor, child, standby.follow(), say)
+        serves_s = time.monotonic() if is_ready else math.inf
 
 
 class Upgrade:
     """Lets the keeper, and with it the gateway, become those of the release that its command leads to now."""
 
     def __init__(self, keeper: ConnectionKeeper, supervisor: Supervisor) -> None:
-        """The only child of the `supervisor` is the gateway."""
+        """The first child of the `supervisor` is the gateway."""
         self._keeper = keeper
         self._supervisor = supervisor
         self._running: asyncio.Task[None] | None = None

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -342,17 +342,29 @@ async def keep_child(supervisor: Supervisor, child: Child, command: ChildCommand
         say(f"{child.why_it_ended()}; it starts again in {pause_s:g} s")
         await asyncio.sleep(pause_s)
         started_s = time.monotonic()
-        try:
-            ended, child = child, await supervisor.start(command)
-            supervisor.replace(ended, child)
-            await child.ready()
-        except ProcessDiedError:
-            continue
-        except OSError as error:
-            # The machine may have no memory for another process now.
-            say(f"{command.name} does not start: {error}")
-            continue
-        say(f"{command.name} serves again")
+        child, _ = await started_again(supervisor, child, supervisor.start(command), say)
+
+
+async def started_again(
+    supervisor: Supervisor, ended: Child, starting: Awaitable[Child], say: Say
+) -> tuple[Child, bool]:
+    """Wait until the child that is being started in the place of an ended one is ready.
+
+    Return it, or the ended one if no process could be started, and whether it is ready.
+    """
+    child = ended
+    try:
+        child = await starting
+        supervisor.replace(ended, child)
+        await child.ready()
+    except ProcessDiedError:
+        return child, False
+    except OSError as error:
+        # The machine may have no memory for another process now.
+        say(f"{ended.name} does not start: {error}")
+        return child, False
+    say(f"{child.name} serves again")
+    return child, True
 
 
 async def first_ready(children: Sequence[Child]) -> Event:

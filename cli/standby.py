@@ -58,14 +58,13 @@ class Standby:
                 task.cancel()
             await asyncio.gather(ended, asked, keeping, return_exceptions=True)
 
-    async def follow(self, ended: Child) -> Child:
+    async def follow(self) -> Child:
         """Start the next gateway and return it. Raises OSError if it cannot be started."""
         await self._made()
         child = self._child
         if child is None or child.task.done():
             child = await self._make()
         self._child, self._after_s = None, AFTER_S
-        self._supervisor.replace(ended, child)
         self._keeper.start_next()
         return child
 

@@ -1,4 +1,4 @@
-"""A gateway answers no request before it knows which slots are taken."""
+"""A gateway learns which slots are taken before it answers, and suspected answers take short turns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import asyncio
 import os
 import socket
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.gateway.app import make_server
+from penstock.gateway.http import takeover
+from penstock.gateway.http.takeover import AnswerTakeover
 from penstock.gateway.kept.connection import Keep
 from penstock.gateway.kept.slots import memory_bytes
 from penstock.gateway.settings import GatewaySettings
@@ -49,3 +53,23 @@ async def test_no_request_is_answered_before_the_kept_connections_have_arrived(r
         with suppress(SystemExit):
             await task
     os.close(slots)
+
+
+async def test_many_suspected_answers_take_their_turns_in_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waited for a turn of a quarter of a second: after two kills the last of 1,000 streams for minutes."""
+    monkeypatch.setattr(takeover, "TURN_S", 60.0)
+    monkeypatch.setattr(takeover, "TURNS_S", 0.2)
+    monkeypatch.setattr(takeover, "keep_of", lambda _: SimpleNamespace(survive=lambda: None))
+    answered: list[int] = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        answered.append(scope["number"])
+
+    unused: Any = None
+    answers = AnswerTakeover(unused, unused, app, unused)
+    slot: Any = SimpleNamespace(set_takeovers=lambda _: None)
+    left: Any = SimpleNamespace(num_takeovers=1)
+    answers._num_suspects = 50
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(answers._answer(slot, left, {"number": at}, unused, unused) for at in range(50)))  # type: ignore[typeddict-item, typeddict-unknown-key, misc]
+    assert answered == [*range(50)]
