@@ -6,6 +6,8 @@ import os
 import pty
 import select
 from collections.abc import Callable
+from contextlib import suppress
+from subprocess import TimeoutExpired
 from types import TracebackType
 from typing import Self
 
@@ -43,6 +45,18 @@ class TerminalProcess:
     def wait(self, timeout_s: float = 60.0) -> int:
         """Return the program's exit status."""
         return self._process.wait(timeout_s)
+
+    def leave(self, key: str = CTRL_C) -> int:
+        """Press a key until the program ends, and return its exit status.
+
+        Python's `input` overlooks a signal that comes between its prompt and its wait for a key, until the next key.
+        """
+        deadline = Deadline()
+        while True:
+            self.press(key)
+            with suppress(TimeoutExpired):
+                return self.wait(2.0)
+            deadline.check(lambda: f"the program did not end:\n{self.screen}")
 
     def _read_until(self, end_in: Callable[[str], int], wanted: str) -> str:
         """Return the unread part of the screen up to the index that `end_in` returns (0: not yet)."""
