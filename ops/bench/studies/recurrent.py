@@ -1,10 +1,11 @@
 """`PYTHONPATH=ops python -m bench.studies.recurrent run`: models with recurrent layers beside llama.cpp.
 
 `prepare` makes the files before. With `--isa avx2`, kernels without AVX-512 are compared, and a dense Llama of 1B is in
-the same run: no ratio may be below the Llama's in the same format and load. `firsts` measures penstock alone: when the
-first tokens come of prompts that begin with the same system prompt. The models have the shapes of Qwen3.5-0.8B and
-LFM2-350M and random weights. Both engines read the same GGUF files, and run by turns. Needs `make bench-peers
-PEERS=llamacpp`, of which `llama-quantize` and `llama-batched-bench` are enough.
+the same run: no ratio may be below the Llama's in the same format and load. A second Llama has the sizes of LFM2-350M
+and attention in each layer: it tells what comes from the size and what from recurrent layers. `firsts` measures
+penstock alone: when the first tokens come of prompts that begin with the same system prompt. The models have the shapes
+of Qwen3.5-0.8B and LFM2-350M and random weights. Both engines read the same GGUF files, and run by turns. Needs `make
+bench-peers PEERS=llamacpp`, of which `llama-quantize` and `llama-batched-bench` are enough.
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ SHAPES: dict[str, Shape] = {
     "qwen3.5-0.8b": ("Qwen3_5TextConfig", "qwen35", _QWEN),
     "lfm2-350m": ("Lfm2Config", "lfm2", _LFM2),
 }
+SMALL_DENSE: dict[str, Shape] = {
+    "llama-350m": (
+        "LlamaConfig",
+        "llama",
+        {name: size for name, size in _LFM2.items() if name not in ("layer_types", "block_auto_adjust_ff_dim")}
+        | {"tie_word_embeddings": True, "head_dim": 64},
+    )
+}
+"""LFM2-350M's sizes without its recurrent layers, beside it where DENSE is."""
 KINDS = ("Q8_0", "Q4_K_M")
 PAGES = {"auto": "recurrent.md", "avx2": "recurrent_avx2.md", "firsts": "recurrent_firsts.md"}
 """By instruction set, and of `firsts`."""
@@ -112,8 +122,8 @@ def main() -> None:
     if args.action == "first":
         print(json.dumps(_first_tokens(args.model)))
         return
-    dense = () if args.isa == "auto" or args.action == "firsts" else (DENSE,)
-    shapes = SHAPES | {DENSE: LLAMA_1B}
+    dense = () if args.isa == "auto" or args.action == "firsts" else (DENSE, *SMALL_DENSE)
+    shapes = SHAPES | SMALL_DENSE | {DENSE: LLAMA_1B}
     files = {(name, kind): file_of(name, kind, shapes[name]) for name in (*dense, *args.only) for kind in args.kinds}
     if args.action == "run":
         found, facts = by_turns(files, args.prompts, args.rounds, isa=args.isa)
