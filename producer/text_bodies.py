@@ -11,7 +11,7 @@ from penstock.contract.tasks import GENERATE, QUERY, Score, Task, TextTask
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.pool_choice import NOT_ABLE, NOT_DOING, choose_pool, is_made_for
 from penstock.producer.client.text_calls import NUMBERED
-from penstock.producer.client.text_jobs import TextJob, pair_jobs, score_jobs, text_jobs
+from penstock.producer.client.text_jobs import TextJob, pair_jobs, require_no_own_limits, score_jobs, text_jobs
 from penstock.producer.parsed_body import ParsedBody
 from penstock.queue.broker.producer import ServedPool
 
@@ -89,6 +89,8 @@ def text_jobs_of(body: ParsedBody, record: PoolRecord) -> list[TextJob]:
     if not isinstance(task, TextTask):
         raise InvariantError("the body has no texts")
     if not isinstance(task, Score):
+        if isinstance(body.task, Score):
+            require_no_own_limits(body.task)
         return text_jobs(body.prompts, task, record.texts_per_job)
     if PAIRED_PROMPT in body.names:
         return pair_jobs(body.prompts[::2], body.prompts[1::2], task)

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError, PenstockError, PromptTooLongError, RequestError
-from penstock.contract.tasks import QUERY, Score
+from penstock.contract.tasks import QUERY, Score, TruncationSide
 from penstock.gpu_node.engine.sequence import PooledPrompt
 from penstock.gpu_node.engine.text.chat import ChatTemplate
+from penstock.gpu_node.engine.text.encoder import spans_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
 
@@ -94,6 +95,8 @@ class PairScores:
         for name, text in ((QUERY, query), (named, document)):
             if not text:
                 raise RequestError(f"{name}: the text is empty", param=name)
+        query = _shortened(tokenizer, query, task.max_tokens_per_query, task.truncation_side)
+        document = _shortened(tokenizer, document, task.max_tokens_per_doc, task.truncation_side)
         before, between, after = self.parts
         limit = task.truncate_prompt_tokens
         most = max_tokens if limit is None else min(limit, max_tokens)
@@ -112,6 +115,17 @@ class PairScores:
             raise RequestError(message, param=QUERY)
         own = tokenizer.encode(document, framed=False)
         return [*first, *(own[-room:] if task.truncation_side == "left" else own[:room]), *last]
+
+
+def _shortened(tokenizer: Tokenizer, text: str, limit: int | None, side: TruncationSide | None) -> str:
+    """Return the part of a text that has at most `limit` tokens: its end if the left side is cut off."""
+    if limit is None or len(spans := spans_of(tokenizer.backend, text, framed=False)) <= limit:
+        return text
+    if side == "left":
+        first = spans[-limit]
+        return text if first is None else text[first[0] :]
+    last = spans[limit - 1]
+    return text if last is None else text[: last[1]]
 
 
 class ScoredPrompt(PooledPrompt):

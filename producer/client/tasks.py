@@ -78,12 +78,14 @@ class RerankOptions(TaskCallOptions, total=False):
     """Keyword arguments of `rerank`.
 
     top_n: how many of the best documents to return; None: all.
-    truncate_prompt_tokens, truncation_side, raw: as `Score` describes them.
+    The others: as `Score` describes them.
     """
 
     top_n: int | None
     truncate_prompt_tokens: int | None
     truncation_side: TruncationSide | None
+    max_tokens_per_query: int | None
+    max_tokens_per_doc: int | None
     raw: bool | None
 
 

@@ -25,10 +25,12 @@ from penstock.producer.client.tasks import (
     submit_embed,
     submit_score,
 )
-from penstock.producer.client.text_jobs import TextJob, score_jobs, text_jobs
+from penstock.producer.client.text_jobs import TextJob, require_no_own_limits, score_jobs, text_jobs
 
 NUMBERED = re.compile(r"prompt\[(\d+)\]")
 """How a node names one of several texts of a job."""
+_OF_PAIRS = "raw", "max_tokens_per_query", "max_tokens_per_doc"
+"""Options of `rerank` for models that score pairs."""
 
 
 class ServedPools(Protocol):
@@ -86,9 +88,10 @@ class TextCalls:
                 outputs = await self._outputs(score_jobs(query, documents, task, record.texts_per_job), wanted)
             scores = [score for output in outputs for score in scores_of(output)]
         else:
-            of_jobs.pop("raw", None)
+            require_no_own_limits(cast("Score", submit_score(of_jobs)["task"]))
+            of_texts = {name: value for name, value in of_jobs.items() if name not in _OF_PAIRS}
             with _naming_documents(1):
-                first, *others = await self.embed([query, *documents], cast("EmbedOptions", of_jobs))
+                first, *others = await self.embed([query, *documents], cast("EmbedOptions", of_texts))
             kind = "cosine" if record is None else record.similarity
             scores = [similarity_of(first.values, other.values, kind) for other in others]
         order = sorted(range(len(scores)), key=lambda at: -scores[at])

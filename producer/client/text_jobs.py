@@ -55,6 +55,16 @@ def score_jobs(
     ]
 
 
+def require_no_own_limits(task: Score) -> None:
+    """Refuse limits of the single texts for a model that compares embeddings. Raises RequestError for each at once."""
+    if limits := task.own_limits:
+        message = (
+            f"{' and '.join(limits)}: this model compares embeddings, and only a model that scores pairs takes this. "
+            "truncate_prompt_tokens shortens each text"
+        )
+        raise RequestError(message, param=next(iter(limits)))
+
+
 def pair_jobs(firsts: Sequence[Prompt], seconds: Sequence[Prompt], task: Score) -> list[TextJob]:
     """Return a job for each pair of texts. The caller has the first text of each pair before the second one."""
     pairs = zip(firsts, seconds, strict=True)

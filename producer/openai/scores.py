@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, to_json
 
-from penstock.contract.fields import Whole, Wire, only
-from penstock.contract.tasks import Classify, Embed, Entity, Score
+from penstock.contract.fields import WHOLE_NUMBER, Whole, Wire, only
+from penstock.contract.tasks import Classify, Embed, Entity, Score, TextTokens
 from penstock.producer.openai.embeddings import MAX_INPUTS, EmbedFields, Inputs, TextFields, numbers_of
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.producer.text_bodies import FIRST_PROMPT, PAIRED_PROMPT
@@ -35,9 +35,15 @@ Documents = Annotated[list[str | RerankDocument], FailFast(), Field(min_length=1
 class ComparedFields(EmbedFields):
     """The fields that bodies share whose texts are compared: by scores of pairs, or else by their embeddings."""
 
+    max_tokens_per_query: Annotated[TextTokens, WHOLE_NUMBER] | None = None
+    """Keep only that many tokens of the query. Needs a model that scores pairs."""
+    max_tokens_per_doc: Annotated[TextTokens, WHOLE_NUMBER] | None = None
+    """Keep only that many tokens of each document. Needs a model that scores pairs."""
+
     def task(self) -> Score:
         """Return what a job does with each pair of texts."""
-        return Score(texts=("",), **self.cut())
+        limits = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
+        return Score(texts=("",), **limits, **self.cut())
 
     def other_tasks(self) -> list[Embed]:
         """Return what a job does with each text if the model scores no pairs."""
@@ -57,7 +63,6 @@ class RerankFields(ComparedFields):
     """Return the documents' texts too. Default: true."""
     rank_fields: Annotated[Any, only(None)] = None
     max_chunks_per_doc: Annotated[Any, only(None)] = None
-    max_tokens_per_doc: Annotated[Any, only(None)] = None
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""

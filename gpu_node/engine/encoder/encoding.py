@@ -60,14 +60,14 @@ class TextEncoder:
             query = self._query_of(prompt)
             if len(texts) < len(given):
                 raise RequestError(f"{QUERY}: must be a text, not token ids", param=QUERY)
-        encoded = dict(zip(texts, self._encoded(query, list(texts.values())), strict=True))
+        encoded = dict(zip(texts, self._encoded(task, query, list(texts.values())), strict=True))
         found = list[_Tokens]()
         for at, one in enumerate(given):
             if isinstance(one, str):
                 tokens = encoded[at]
                 if len(tokens.ids) > most:
                     self._require_cut(task, at, len(tokens.ids))
-                    tokens = self._cut(query, texts[at], most, task.truncation_side or "right")
+                    tokens = self._cut(task, query, texts[at], most)
             else:
                 tokens = self._of_ids(task, one, at, most)
             found.append(tokens)
@@ -115,8 +115,10 @@ class TextEncoder:
             message = f"{name}: the text has {len(text)} characters; the limit is {MAX_WHOLE_CHARS}"
             raise RequestError(message, param=name)
 
-    def _encoded(self, query: str | None, texts: list[str]) -> list[_Tokens]:
-        """Return the whole texts' tokens, each with its marks; with a query, those of pairs."""
+    def _encoded(self, task: EncoderTask, query: str | None, texts: list[str]) -> list[_Tokens]:
+        """Return the texts' tokens, each with its marks; with a query, those of pairs, each text within its limit."""
+        if isinstance(task, Score) and task.own_limits:
+            return [self._cut(task, query, text) for text in texts]
         if not texts:
             return []
         inputs: list[Any] = texts if query is None else [(query, text) for text in texts]
@@ -124,20 +126,26 @@ class TextEncoder:
         with of_tokenizer("encode this text"):
             return [self._tokens(one) for one in encode(inputs, add_special_tokens=True)]
 
-    def _cut(self, query: str | None, text: str, most: int, side: TruncationSide) -> _Tokens:
+    def _cut(self, task: EncoderTask, query: str | None, text: str, most: int | None = None) -> _Tokens:
         """Return a text's tokens with its marks, `most` in all. Of a pair, the longer text is cut first.
 
-        side: the end of a text that is cut off.
+        Before that, each text of a pair is cut to its own limit.
         """
         encode = self._backend.encode_batch if self._has_offsets else self._backend.encode_batch_fast
         with of_tokenizer("encode this text"):
             parts = encode([text] if query is None else [query, text], add_special_tokens=False)
-            room = most - self._backend.num_special_tokens_to_add(query is not None)
-            if room < len(parts):
-                message = f"truncate_prompt_tokens is {most}, which leaves no token beside the marks around a text"
-                raise RequestError(message, param="truncate_prompt_tokens")
-            for part, length in zip(parts, _kept([len(one.ids) for one in parts], room), strict=True):
-                part.truncate(length, direction=side)
+            lengths = [len(one.ids) for one in parts]
+            if isinstance(task, Score):
+                limits = task.max_tokens_per_query, task.max_tokens_per_doc
+                lengths = [min(length, limit or length) for length, limit in zip(lengths, limits, strict=True)]
+            if most is not None:
+                room = most - self._backend.num_special_tokens_to_add(query is not None)
+                if room < len(parts):
+                    message = f"truncate_prompt_tokens is {most}, which leaves no token beside the marks around a text"
+                    raise RequestError(message, param="truncate_prompt_tokens")
+                lengths = _kept(lengths, room)
+            for part, length in zip(parts, lengths, strict=True):
+                part.truncate(length, direction=task.truncation_side or "right")
             return self._tokens(self._backend.post_process(*parts, *([None] if query is None else []), True))
 
     def _tokens(self, encoding: Any) -> _Tokens:

@@ -107,6 +107,8 @@ def _not_zero(num_tokens: int) -> int:
 TruncatedTokens = Annotated[int, Field(ge=WHOLE_CONTEXT, le=MAX_TASK_TOKENS), AfterValidator(_not_zero)]
 """A number of tokens to keep, or WHOLE_CONTEXT."""
 
+TextTokens = Annotated[int, Field(ge=1, le=MAX_TASK_TOKENS)]
+
 
 class TextTask(TaskOptions):
     """Base of tasks whose prompt is a text, and which may have further texts. An encoder computes them together.
@@ -171,11 +173,21 @@ class Score(TextTask):
     """Return how well each of the further texts fits the prompt, by a model that reads both together.
 
     - `raw`: return the model's number (logit) as it is. False: its sigmoid. None: what the model's files say.
+    - `max_tokens_per_query`, `max_tokens_per_doc`: keep only that many tokens of the prompt, and of each further text,
+      without marks and template. `truncate_prompt_tokens` is about both together.
     """
 
     kind: Literal["score"] = "score"
     raw: bool | None = None
+    max_tokens_per_query: TextTokens | None = None
+    max_tokens_per_doc: TextTokens | None = None
     texts: tuple[TaskText, ...] = Field(min_length=1, max_length=MAX_TEXTS_OF_JOB)
+
+    @property
+    def own_limits(self) -> dict[str, int]:
+        """The limits of the single texts that the request has, by the names of their fields."""
+        named = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
+        return {name: limit for name, limit in named.items() if limit is not None}
 
 
 class Classify(TextTask):

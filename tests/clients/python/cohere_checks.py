@@ -51,6 +51,8 @@ def a_document_beyond_the_limit_is_named_or_cut() -> None:
     """Its `max_tokens_per_doc` cuts documents."""
     refused = error_of(cohere.BadRequestError, lambda: new.rerank(model=RERANKER, query=QUERY, documents=["a", LONG]))
     assert "documents[1]" in str(refused.body)
+    cut = new.rerank(model=RERANKER, query=QUERY, documents=["a", LONG], max_tokens_per_doc=50)
+    assert {one.index for one in cut.results} == {0, 1}
 
 
 if __name__ == "__main__":

@@ -122,6 +122,38 @@ def test_a_document_that_is_too_long_is_named(doors: Doors) -> None:
     assert doors.http.post("/rerank", json={**body, "truncate_prompt_tokens": -1}).is_success
 
 
+def test_query_and_documents_have_limits_of_their_own(doors: Doors, redis_url: str) -> None:
+    body = {"model": "acme/cross", "query": "query cat", "documents": ["the cat sat far away", "hello"]}
+    short = {**body, "query": "query", "documents": ["the cat", "hello"]}
+
+    def scores(**fields: object) -> dict[int, float]:
+        found = doors.http.post("/v1/rerank", json=fields).raise_for_status().json()["results"]
+        return {one["index"]: one["relevance_score"] for one in found}
+
+    limits = {"max_tokens_per_query": 1, "max_tokens_per_doc": 2}
+    assert scores(**body, **limits) == scores(**short) != scores(**body)
+    ends = {**body, "documents": ["far away", "hello"]}
+    assert scores(**body, max_tokens_per_doc=2, truncation_side="left") == scores(**ends)
+    # Beyond the model's limit, this is enough.
+    assert doors.http.post("/rerank", json={**body, "documents": [LONG + LONG], "max_tokens_per_doc": 4}).is_success
+    pairs = {"model": "acme/cross", "text_1": body["query"], "text_2": body["documents"], **limits}
+    found = doors.http.post("/score", json=pairs).json()["data"]
+    assert dict(enumerate(one["score"] for one in found)) == scores(**short)
+    with Client(redis_url, tenant="limits") as client:
+        ranked = client.rerank("query cat", ["the cat sat far away", "hello"], model="acme/cross", **limits)  # type: ignore[arg-type]
+        assert {one.index: one.score for one in ranked} == scores(**short)
+
+
+def test_a_model_that_only_embeds_takes_no_limits_of_single_texts(doors: Doors, redis_url: str) -> None:
+    body = {"model": "acme/mini", "query": QUERY, "documents": DOCUMENTS, "max_tokens_per_doc": 2}
+    status, param, message = refusal(doors.http.post("/rerank", json=body))
+    assert (status, param) == (400, "max_tokens_per_doc")
+    assert message.endswith("truncate_prompt_tokens shortens each text")
+    assert refusal(doors.http.post("/rerank", json={**body, "max_tokens_per_doc": 0}))[:2] == (400, param)
+    with Client(redis_url, tenant="limits") as client, pytest.raises(RequestError, match="compares embeddings"):
+        client.rerank(QUERY, DOCUMENTS, model="acme/mini", max_tokens_per_query=2)
+
+
 def test_a_model_that_only_embeds_ranks_by_the_cosine(doors: Doors) -> None:
     body = {"model": "acme/mini", "query": QUERY, "documents": DOCUMENTS, "return_documents": False}
     found = {one["index"]: one["relevance_score"] for one in doors.http.post("/rerank", json=body).json()["results"]}

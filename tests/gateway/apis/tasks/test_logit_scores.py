@@ -97,6 +97,20 @@ def test_a_long_document_is_refused_or_cut_before_the_end_of_the_template(http: 
     assert (status, param) == (400, "query")
 
 
+def test_query_and_documents_have_limits_of_their_own(http: httpx.Client, folder: Path) -> None:
+    tokenizer = Engine(str(folder), **SETTINGS).tokenizer
+    query, document = (tokenizer.decode(tokenizer.encode(text, framed=False)[:3]) for text in (QUERY, DOCUMENTS[1]))
+    short, long = {"query": query, "documents": [document]}, {"query": QUERY, "documents": [DOCUMENTS[1]]}
+    limits = {"max_tokens_per_query": 3, "max_tokens_per_doc": 3}
+    scores = [
+        http.post("/rerank", json=body).raise_for_status().json()["results"][0]["relevance_score"]
+        for body in (short, {**long, **limits}, long)
+    ]
+    assert scores[0] == scores[1] != scores[2]
+    ended = http.post("/rerank", json={**long, **limits, "truncation_side": "left"}).raise_for_status()
+    assert ended.json()["results"][0]["relevance_score"] not in scores
+
+
 def test_files_of_sentence_transformers_name_tokens_and_template(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "judge")
     write_logit_score(folder, true_token_id=70, false_token_id=71)
