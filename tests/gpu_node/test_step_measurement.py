@@ -74,7 +74,8 @@ async def test_a_node_without_a_measurement_has_the_pace_of_its_first_steps(
     engine = make_engine(dtype="bfloat16")
     async with running_node(redis_url, engine, pool=POOL) as node, connect(redis_url) as redis:
         broker = ProducerBroker(redis)
-        await broker.submit(Submission(new_job(max_tokens=20), 20))
+        # As many steps as are too few: on a fast machine, a short job ends before it is seen in the node's hands.
+        await broker.submit(Submission(new_job(max_tokens=FEW_STEPS - 8), FEW_STEPS))
         async with asyncio.timeout(PATIENCE_S):
             await until(lambda: len(node.held_jobs))
             await node.measure_steps()
