@@ -56,7 +56,10 @@ def score_jobs(
 
 
 def require_no_own_limits(task: Score) -> None:
-    """Refuse limits of the single texts for a model that compares embeddings. Raises RequestError for each at once."""
+    """Refuse `max_tokens_per_query` and `max_tokens_per_doc` for a model that compares embeddings.
+
+    Raises RequestError, which names all that were given.
+    """
     if limits := task.own_limits:
         message = (
             f"{' and '.join(limits)}: this model compares embeddings, and only a model that scores pairs takes this. "

@@ -127,9 +127,9 @@ class TextEncoder:
             return [self._tokens(one) for one in encode(inputs, add_special_tokens=True)]
 
     def _cut(self, task: EncoderTask, query: str | None, text: str, most: int | None = None) -> _Tokens:
-        """Return a text's tokens with its marks, `most` in all. Of a pair, the longer text is cut first.
+        """Return a text's tokens with its marks. Each text of a pair is first cut to its own limit.
 
-        Before that, each text of a pair is cut to its own limit.
+        most: the tokens in all, for which the longer text of a pair is cut first; None: no such limit.
         """
         encode = self._backend.encode_batch if self._has_offsets else self._backend.encode_batch_fast
         with of_tokenizer("encode this text"):

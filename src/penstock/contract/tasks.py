@@ -108,6 +108,7 @@ TruncatedTokens = Annotated[int, Field(ge=WHOLE_CONTEXT, le=MAX_TASK_TOKENS), Af
 """A number of tokens to keep, or WHOLE_CONTEXT."""
 
 TextTokens = Annotated[int, Field(ge=1, le=MAX_TASK_TOKENS)]
+"""A number of tokens to keep of one text of a pair."""
 
 
 class TextTask(TaskOptions):
@@ -185,7 +186,7 @@ class Score(TextTask):
 
     @property
     def own_limits(self) -> dict[str, int]:
-        """The limits of the single texts that the request has, by the names of their fields."""
+        """`max_tokens_per_query` and `max_tokens_per_doc`, as far as they are given, by name."""
         named = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
         return {name: limit for name, limit in named.items() if limit is not None}
 
