@@ -66,24 +66,34 @@ function startKeyDialog() {
     check();
     dialog.returnValue = "cancel";
     dialog.showModal();
+    openedMs = performance.now();
   };
+  let openedMs = 0;
   let declined; // the key with which the user closed the dialog that the page had opened
+  let actedMs = 0; // when the user last did something outside the dialog
   let againMs = 0; // when the user, having declined, did something that may ask again
   const askAgain = () => {
     if (declined === undefined) return;
     declined = undefined;
-    againMs = performance.now();
+    againMs = actedMs;
   };
   input.addEventListener("input", check);
   byId("key-button").addEventListener("click", () => open(""));
   // Views that look again every few seconds must not ask again and again. What the user does asks again.
-  for (const name of ["hashchange", "submit"]) addEventListener(name, askAgain, true);
+  for (const name of ["hashchange", "submit"]) {
+    addEventListener(name, ({ target }) => {
+      if (target === byId("key-form")) return;
+      actedMs = performance.now();
+      askAgain();
+    }, true);
+  }
   addEventListener("keyneeded", ({ detail: { reason, sentMs } }) => {
     // A view's request that was on its way when the user went on is not what the user did.
     if (declined !== apiKey.get() && sentMs >= againMs) open(reason);
   });
   dialog.addEventListener("close", () => {
     declined = apiKey.get();
+    if (actedMs > openedMs) askAgain(); // A busy browser reports the end of the dialog after what the user did next.
     if (dialog.returnValue === "cancel") return;
     apiKey.set(dialog.returnValue === "clear" ? "" : input.value.trim());
     declined = undefined;
