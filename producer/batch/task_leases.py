@@ -24,6 +24,7 @@ from typing import Any
 from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 from kombu.exceptions import OperationalError
+from kombu.transport import virtual
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
@@ -158,10 +159,19 @@ class RedisTimes:
         return self._clock.now_s()
 
     def _append_timed(self, message: Any, delivery_tag: str) -> None:
-        self._append(message, delivery_tag)
-        if abs(self._clock.offset_s) > _MAX_OFFSET_S:
-            with self._channel.conn_or_acquire() as client:
-                client.zadd(self._channel.unacked_index_key, {delivery_tag: self.now_s()}, xx=True)
+        """Do what kombu's `QoS.append` does, with Redis's time.
+
+        Changing kombu's time afterwards would be too late: between the two, another worker takes the task as expired.
+        """
+        if abs(self._clock.offset_s) <= _MAX_OFFSET_S:
+            self._append(message, delivery_tag)
+            return
+        qos, info = self._channel.qos, message.delivery_info
+        stored = json.dumps([message._raw, info["exchange"], info["routing_key"]])
+        with qos.pipe_or_acquire() as pipe:
+            pipe.zadd(qos.unacked_index_key, {delivery_tag: self.now_s()}).hset(qos.unacked_key, delivery_tag, stored)
+            pipe.execute()
+        virtual.QoS.append(qos, message, delivery_tag)
 
 
 def survive_lost_broker(channel: Any) -> None:

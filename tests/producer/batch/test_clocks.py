@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
 from fakes.waiting import wait_until
 from faults.tools.redis_process import faked_clock, find_libfaketime
+from redis import Redis
 
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.task_leases import RedisTimes
+from penstock.queue.broker.redis_clock import RedisClock
 from tests.producer.batch.conftest import chat_row, kill_group
 from tests.producer.batch.test_celery import assert_whole, has_tasks, send_file, worker
 
@@ -82,6 +89,35 @@ def test_a_worker_with_a_wrong_clock_takes_no_tasks_of_others_and_keeps_its_own(
     for folder in folders:
         assert_whole(folder, rows)
     assert logs[1].read_text().count("received") == 3
+
+
+def test_a_taken_task_has_the_time_of_redis_at_every_moment(app: Celery, served_url: str) -> None:
+    num_tasks, info = 300, {"exchange": "x", "routing_key": "y"}
+    with app.connection_for_read() as connection, Redis.from_url(served_url) as other, ExitStack() as looks:
+        channel, clock = connection.channel(), RedisClock()
+        channel.unacked_key, channel.unacked_index_key = "test_unacked", "test_unacked_index"
+        held, times = (channel.global_keyprefix + key for key in (channel.unacked_key, channel.unacked_index_key))
+        RedisTimes(channel, clock)
+        clock.offset_s = 600.0
+        earliest_s, seen, done = clock.now_s() - 60, list[bytes](), threading.Event()
+
+        def look() -> None:
+            while not done.is_set():
+                seen.extend(other.zrangebyscore(times, 0, earliest_s))
+
+        looker = looks.enter_context(ThreadPoolExecutor(1)).submit(look)
+        looks.callback(done.set)
+        for number in range(num_tasks):
+            message = SimpleNamespace(_raw={"body": "", "properties": {}}, delivery_info=info)
+            channel.qos.append(message, str(number))
+        done.set()
+        looker.result(20)
+        assert not seen
+        stored = other.hgetall(held)
+        channel.qos.restore_unacked = lambda: None  # the messages are no real ones
+        channel.close()
+        other.delete(held, times)
+    assert len(stored) == num_tasks and json.loads(stored[b"7"]) == [{"body": "", "properties": {}}, "x", "y"]
 
 
 def _emptied(folders: list[Path]) -> list[Path]:
