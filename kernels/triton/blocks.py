@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.arguments import QUANTIZED_MAX
+from penstock.kernels.triton import launches
 from penstock.kernels.triton.launches import MANY_OUTPUTS, Tiles, dependent_launch, padded, wait_for_kernel_ahead
 from penstock.kernels.triton.products import FEW_ROWS, MEDIUM_ROWS
 
@@ -88,17 +89,17 @@ def multiply_blocks(
     """
     (num_rows, num_columns), num_outputs = q.shape, len(weight)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=q.device)
-    tiles = _tiles_of_blocks(num_rows, num_outputs)
+    tiles = _tiles_of_blocks(num_rows, num_outputs, launches.architecture(q.device))
     grid = triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
     given = out, q, q_scales, weight, scales, bias, num_rows, num_outputs, num_columns
     _multiply_blocks[grid](*given, BIASED=bias is not None, **tiles._asdict(), **dependent_launch(q.device))
     return out
 
 
-def _tiles_of_blocks(num_rows: int, num_outputs: int) -> Tiles:
+def _tiles_of_blocks(num_rows: int, num_outputs: int, capability: int) -> Tiles:
     """Return the tiles of a product; estimates, measured on no GPU. Their columns are those of a scale."""
     if num_rows <= FEW_ROWS:
         return Tiles(FEW_ROWS, 32, BLOCK_COLUMNS, 4, 5)
     if num_rows <= MEDIUM_ROWS:
         return Tiles(padded(num_rows), 64 if num_outputs >= MANY_OUTPUTS else 32, BLOCK_COLUMNS, 4, 4)
-    return Tiles(128, 128, BLOCK_COLUMNS, 8, 3)
+    return Tiles(128, 128 if launches.is_left_shared(capability) else 64, BLOCK_COLUMNS, 8, 3)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton import launches
 from penstock.kernels.triton.blocks import BLOCK_COLUMNS
 from penstock.kernels.triton.launches import Tiles, dependent_launch, padded, wait_for_kernel_ahead
 from penstock.kernels.triton.products import IMPRECISE
@@ -304,7 +305,9 @@ def multiply_experts(
     """
     num_pairs, (num_experts, num_outputs) = len(routes.order), matrices.weight.shape[:2]
     out = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
-    tiles = _tiles_of(matrices.format, num_pairs, num_experts, x.dtype, deterministic=deterministic)
+    average = num_pairs / num_experts
+    rows = 64 if deterministic else 16 if average <= 16 else 64 if average <= 96 else 128
+    tiles = _tiles_of(matrices.format, rows, x.dtype, launches.architecture(x.device))
     num_tiles = num_pairs // tiles.ROWS + min(num_experts, num_pairs)
     _multiply_experts[(num_tiles, triton.cdiv(num_outputs, tiles.OUTPUTS))](
         *(out, x, x_scales, matrices.weight, matrices.scales, matrices.bias, routes.order, routes.starts),
@@ -322,19 +325,23 @@ def multiply_experts(
     return out
 
 
-def _tiles_of(
-    kind: ExpertFormat, num_pairs: int, num_experts: int, dtype: torch.dtype, *, deterministic: bool
-) -> Tiles:
-    """Return the tiles of a product, by the pairs that an expert has on average; estimates, measured on no GPU."""
-    average = num_pairs / num_experts
-    rows = 64 if deterministic else 16 if average <= 16 else 64 if average <= 96 else 128
+def _tiles_of(kind: ExpertFormat, rows: int, dtype: torch.dtype, capability: int) -> Tiles:
+    """Return the tiles of a product by their rows; estimates, measured on no GPU.
+
+    test_compile.py holds that registers and shared memory are enough.
+    """
     is_narrow = kind in ("int4", "mxfp4")
     columns = BLOCK_COLUMNS if dtype.itemsize == 1 or is_narrow else 128 // dtype.itemsize
     if rows == 16:
         return Tiles(rows, 64, columns, 4, 4)
-    # Four warps have no registers for 128 outputs in float32, nor for as many that are widened.
-    outputs = 64 if dtype.itemsize > 2 or (is_narrow and rows == 64) else 128
-    return Tiles(rows, outputs, columns, rows // 16, 3)
+    if launches.is_left_shared(capability):
+        # Four warps have no registers for 128 outputs in float32, nor for as many that are widened.
+        outputs = 64 if dtype.itemsize > 2 or (is_narrow and rows == 64) else 128
+        return Tiles(rows, outputs, columns, rows // 16, 3)
+    if is_narrow:
+        return Tiles(rows, 64, rows // 2, rows // 16, 3)
+    outputs = 64 if dtype.itemsize > 2 or kind == "blocks" else 128
+    return Tiles(rows, outputs, columns, 8 if dtype.itemsize > 2 else rows // 16, 3)
 
 
 def sum_experts(of_pairs: Tensor, routes: Routes) -> Tensor:

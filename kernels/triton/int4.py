@@ -197,7 +197,7 @@ def _multiply_parts(out: Tensor, x: Tensor, packed: Tensor, pairs: Tensor) -> No
         OFFSET=_OFFSETS.get(x.dtype, 0.0),
         OUTPUTS=outputs,
         GROUPS=groups,
-        num_warps=4,
+        num_warps=8 if x.dtype.itemsize == 4 and num_rows > 8 else 4,
         num_stages=4 if x.dtype.itemsize == 2 else 2,
         **dependent_launch(x.device),
     )

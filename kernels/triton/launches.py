@@ -90,8 +90,7 @@ def _prefill_launch(num_bytes: int, rows: int, capability: int) -> Launch:
     warps share rows, because one's registers do not hold the sums. With three stages, the block table of a tile arrives
     while the keys and values of the tile before it do.
     """
-    # Before Hopper, and on consumer GPUs, a product's left matrix is in registers, which leaves fewer for the scores.
-    tile = max(16, min(64, (16 << 10 if 90 <= capability < 120 else 8 << 10) // num_bytes))
+    tile = max(16, min(64, (16 << 10 if is_left_shared(capability) else 8 << 10) // num_bytes))
     # The queries, and two buffers of keys and of values.
     kib = (rows + 2 * 2 * tile) * num_bytes / 1024
     warps = rows // 16 * (2 if num_bytes > 512 else 1)
@@ -101,7 +100,7 @@ def _prefill_launch(num_bytes: int, rows: int, capability: int) -> Launch:
 def prefill_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the queries per tile of prefill attention: 128 where registers and shared memory hold them, else 64."""
     num_bytes, capability = padded(head_dim, 16) * dtype.itemsize, architecture(device)
-    widest = 512 if 90 <= capability < 120 else 256
+    widest = 512 if is_left_shared(capability) else 256
     fits = num_bytes <= widest and _prefill_launch(num_bytes, 128, capability).num_stages > 1
     return 128 if dtype.itemsize == 2 and fits else 64
 
@@ -112,6 +111,14 @@ def architecture(device: torch.device) -> int:
         return 86
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def is_left_shared(capability: int) -> bool:
+    """Return whether products read their left matrix from shared memory.
+
+    Before Hopper, and on consumer GPUs, it is in registers, which leaves fewer of them for everything else.
+    """
+    return 90 <= capability < 120
 
 
 def shared_memory_kib(capability: int) -> int:

@@ -8,6 +8,7 @@ environment too, so only the standard library may be imported here.
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -99,3 +100,10 @@ def measure(session: Session, spec: Spec) -> dict[str, float]:
 
 def _emit(event: str, **said: object) -> None:
     print(EVENT + json.dumps({"event": event} | said), flush=True)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])

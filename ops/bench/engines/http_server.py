@@ -12,14 +12,13 @@ import asyncio
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from bench.child import Spec, main
+from bench.child import Spec, free_port, main
 from bench.drive import drive_streams, fine_runner
 from bench.engines.sse import stream
 from bench.stopwatch import Stopwatch
@@ -83,15 +82,9 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, path: str) -> 
     raise RuntimeError(f"the server was not ready within {READY_TIMEOUT_S:.0f} s")
 
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        return taken.getsockname()[1]
-
-
 @contextmanager
 def open_session(spec: Spec) -> Iterator[_Served]:
-    port = _free_port()
+    port = free_port()
     context = spec.requests_of().most_tokens(MAX_SLOTS) + CONTEXT_MARGIN
     command = [word.format(weights=spec.weights, port=port, context=context) for word in spec.options["command"]]
     env = os.environ | spec.options.get("env", {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from redis import Redis as SyncRedis
 from redis import RedisError
 from redis.asyncio import Redis
 
+from bench.child import free_port
 from bench.queue_cost.processes import node
 from penstock import AsyncClient
 from penstock.contract.durability import FSYNC, MEMORY, REPLICATED, Durability
@@ -78,7 +78,7 @@ def redis_pair() -> Iterator[str]:
     """Yield the URL of a server with `appendfsync everysec` that has a replica on the same machine."""
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
-        ports = [_free_port() for _ in range(2)]
+        ports = [free_port() for _ in range(2)]
         shared = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--repl-diskless-sync-delay", "0")
         for folder, port, own in zip(folders, ports, ((), ("--replicaof", "127.0.0.1", str(ports[0]))), strict=True):
             place = ("--port", str(port), "--dir", str(folder), "--logfile", str(folder / "log"))
@@ -99,12 +99,6 @@ def _has_replica(client: SyncRedis) -> bool:
         return bool(client.wait(1, 100))
     except RedisError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _repeated(client: AsyncClient, durability: Durability, num_callers: int) -> tuple[float, list[float]]:

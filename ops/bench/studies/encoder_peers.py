@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from bench.child import free_port
 
 MAX_TOKENS = 256
 BATCH = 32
@@ -132,9 +133,7 @@ def llama_cpp(folder: Path, num_threads: int) -> Embed:
     converter = Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py"
     words = [sys.executable, str(converter), str(folder), "--outfile", str(made / "m.gguf"), "--outtype", "q8_0"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     context = str(PARALLEL * 2 * MAX_TOKENS)
     options = ["--embedding", "--pooling", "mean", "--parallel", str(PARALLEL), "--ctx-size", context]
     options += ["--batch-size", context, "--ubatch-size", context, "--threads", str(num_threads), "--port", str(port)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from bench.child import free_port
 from bench.engines.sse import stream
 from bench.pairs import interval
 
@@ -63,9 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @contextmanager
 def server() -> Iterator[tuple[int, int]]:
     """A server with the demo model: its process id and port."""
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        port: int = taken.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"PENSTOCK_RUNTIME_DIR": folder}
         command = [sys.executable, "-m", "penstock", "serve", "--ephemeral", "--port", str(port)]

@@ -20,6 +20,9 @@ Facts = list[dict[str, Any]]
 LOADS_WEIGHTS_FIRST = {"_multiply_row", "_multiply_row_int4"}
 """Kernels that read weights before they wait for the kernel ahead."""
 
+HOPPER_ONLY = {"_multiply_row", "_multiply_few"}
+"""Products that are launched on Hopper alone (`is_for_few`)."""
+
 FLOAT8_ONLY = {"_quantize_blocks", "_multiply_blocks"}
 """Kernels that GPUs before Ada have no use for."""
 
@@ -51,7 +54,9 @@ def test_every_kernel_becomes_ptx(compiled: Facts) -> None:
     has_float8 = compiled[0]["sm"] >= 89
     assert {facts["kernel"] for facts in compiled} == launched_kernels() - (set() if has_float8 else FLOAT8_ONLY)
     assert all(facts["is_ptx"] for facts in compiled)
-    assert all(facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]) for facts in compiled)
+    for facts in compiled:
+        is_launched = facts["sm"] >= 90 or facts["kernel"] not in HOPPER_ONLY
+        assert facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]) or not is_launched, facts
 
 
 @pytest.mark.slow
@@ -102,6 +107,8 @@ def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(bina
     Float32 in heads of 256 does, as no model needs it.
     """
     for facts in binaries:
+        if facts["sm"] < 90 and facts["kernel"] in HOPPER_ONLY:
+            continue
         assert facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]), facts
         is_wide = facts["constants"].get("HEAD", 0) > 128
         if is_wide and facts["dtype"] == "torch.float32":
@@ -112,10 +119,16 @@ def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(bina
         assert facts["stack_bytes"] <= (most if may_spill else 16 if is_small_draw else 0), facts
 
 
+def _has_one_stage(facts: dict[str, Any]) -> bool:
+    """Queries of 512 numbers leave no room for a second tile of keys in the shared memory of Ada and consumer GPUs."""
+    is_small = shared_memory_kib(facts["sm"]) < 128
+    return is_small and facts["kernel"] == "_prefill" and facts["constants"]["HEAD"] > 256
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_attention_multiplies_and_loads_as_the_gpu_does_it_fastest(binaries: Facts) -> None:
-    found = [facts for facts in binaries if facts["kernel"] in ("_decode", "_prefill")]
+    found = [facts for facts in binaries if facts["kernel"] in ("_decode", "_prefill") and not _has_one_stage(facts)]
     for facts in (facts for facts in found if facts["dtype"] == "torch.bfloat16"):
         assert _count(facts, "LDGSTS") > 0, facts
         assert _count(facts, "F2F") == 0, f"converts float8 in more than one step: {facts}"
