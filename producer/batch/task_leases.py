@@ -171,7 +171,7 @@ class RedisTimes:
         with qos.pipe_or_acquire() as pipe:
             pipe.zadd(qos.unacked_index_key, {delivery_tag: self.now_s()}).hset(qos.unacked_key, delivery_tag, stored)
             pipe.execute()
-        virtual.QoS.append(qos, message, delivery_tag)
+        virtual.QoS.append(qos, message, delivery_tag)  # type: ignore[no-untyped-call]
 
 
 def survive_lost_broker(channel: Any) -> None:

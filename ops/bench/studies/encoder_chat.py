@@ -3,8 +3,8 @@
 CHAT is a model that generates, FOLDER has the files of an encoder. Both have a node of their own on the same cores, and
 a gateway. A chat comes every 2 s; a batch file, which does not end in the time, has rows of 32 texts of 20 to 256
 tokens. Turns of chats alone, of both, and of the batch alone follow each other. Prints the times of the chats alone and
-beside the batch, and which part of the speed that the chats leave the batch reaches: its speed beside chats, divided by
-its speed alone and by the share of time in which the chat's node computes nothing without the batch.
+beside the batch, and which part of the speed that the chats leave the batch reaches. That is its speed beside chats,
+divided by its speed alone and by the share of time in which the chat's node computes nothing without the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.studies.encoder_doors import served
 from bench.studies.encoders import texts_of
 
 CHAT_EVERY_S = 2.0
-ROW_TEXTS, NUM_ROWS = 32, 3000
+ROW_TEXTS, NUM_ROWS = 32, 1500
 CHAT_WORDS, CHAT_TOKENS = 60, 96
 SETTLE_S = 3.0
 _STEP_SECONDS = r"^penstock_engine_step_kind_seconds_total(?:\{[^}]*\})? (\S+)"
@@ -86,10 +86,10 @@ def begin_batch(http: httpx.Client, model: str, folder: Path) -> str:
 
 def end_batch(http: httpx.Client, batch: str) -> None:
     """Cancel a batch, and wait for its end."""
-    http.post(f"/v1/batches/{batch}/cancel").raise_for_status()
-    while (status := http.get(f"/v1/batches/{batch}").raise_for_status().json()["status"]) != "cancelled":
-        if status == "completed":
-            raise RuntimeError("the batch ended before its turn did")
+    http.post(f"/v1/batches/{batch}/cancel")
+    while (found := http.get(f"/v1/batches/{batch}").raise_for_status().json())["status"] != "cancelled":
+        if found["status"] in ("completed", "failed"):
+            raise RuntimeError(f"the batch ended before its turn did: {found}")
         time.sleep(0.1)
 
 

@@ -50,15 +50,17 @@ def texts_of(folder: Path, count: int, fewest: int, most: int, seed: int) -> lis
 
 def serve(name: str, folder: Path, num_threads: int, given: Path) -> None:
     """Answer lines of requests: embed the texts of a file, write the vectors, and say how long it took."""
+    # Libraries print to standard output, too.
+    answers, sys.stdout = sys.stdout, sys.stderr
     embed = _contestant(name, folder, num_threads)
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         texts = json.loads((given / line.strip()).read_text())
         began_s = time.perf_counter()
         rows = embed(texts)
         took_s = time.perf_counter() - began_s
         rows.astype("<f4").tofile(given / "vectors")
-        print(took_s, flush=True)
+        print(took_s, file=answers, flush=True)
 
 
 def _contestant(name: str, folder: Path, num_threads: int) -> Callable[[list[Any]], Any]:
