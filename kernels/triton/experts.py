@@ -328,7 +328,7 @@ def multiply_experts(
 def _tiles_of(kind: ExpertFormat, rows: int, dtype: torch.dtype, capability: int) -> Tiles:
     """Return the tiles of a product by their rows; estimates, measured on no GPU.
 
-    test_compile.py holds that registers and shared memory are enough.
+    test_compile.py checks that registers and shared memory are enough.
     """
     is_narrow = kind in ("int4", "mxfp4")
     columns = BLOCK_COLUMNS if dtype.itemsize == 1 or is_narrow else 128 // dtype.itemsize
@@ -339,6 +339,7 @@ def _tiles_of(kind: ExpertFormat, rows: int, dtype: torch.dtype, capability: int
         outputs = 64 if dtype.itemsize > 2 or (is_narrow and rows == 64) else 128
         return Tiles(rows, outputs, columns, rows // 16, 3)
     if is_narrow:
+        # Widened weights are in registers, too, so 64 rows in four warps have room for 32 columns alone.
         return Tiles(rows, 64, rows // 2, rows // 16, 3)
     outputs = 64 if dtype.itemsize > 2 or kind == "blocks" else 128
     return Tiles(rows, outputs, columns, 8 if dtype.itemsize > 2 else rows // 16, 3)

@@ -161,7 +161,8 @@ class RedisTimes:
     def _append_timed(self, message: Any, delivery_tag: str) -> None:
         """Do what kombu's `QoS.append` does, with Redis's time.
 
-        Changing kombu's time afterwards would be too late: between the two, another worker takes the task as expired.
+        kombu's own time, changed afterwards, would stand in Redis for a moment. Another worker could take the task as
+        expired then.
         """
         if abs(self._clock.offset_s) <= _MAX_OFFSET_S:
             self._append(message, delivery_tag)

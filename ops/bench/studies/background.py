@@ -37,6 +37,7 @@ JOB_SHAPE = 128, 128
 NUM_IN_ENGINE = 64
 """Background requests that the engine holds."""
 MODES = ("chats", "both", "background")
+STEP_SECONDS = "penstock_engine_step_kind_seconds_total"
 WARM_UP_S = 5.0
 BACKGROUND_S = 20.0
 """Seconds for which background work alone is measured, at most."""
@@ -129,6 +130,13 @@ def _background_request(name: str) -> EngineRequest:
     return EngineRequest(name, prompt, params, seed=0, level=5, tenant="jobs", background=True)
 
 
+def counter(metrics_url: str, name: str) -> float:
+    """Return a counter of a node, summed over its labels."""
+    with urllib.request.urlopen(metrics_url, timeout=30) as answer:
+        text = answer.read().decode()
+    return sum(map(float, re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)", text, re.MULTILINE)))
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running server: its gateway, the metrics of its node, and the backlog of jobs that it gets."""
@@ -141,13 +149,7 @@ class Server:
 
     def counters(self) -> tuple[float, float]:
         """Return the seconds that the engine has computed, and the tokens that it has generated."""
-        with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
-            text = answer.read().decode()
-
-        def total(name: str) -> float:
-            return sum(map(float, re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)", text, re.MULTILINE)))
-
-        return total("penstock_engine_step_kind_seconds_total"), total("penstock_engine_decode_tokens_total")
+        return counter(self.metrics_url, STEP_SECONDS), counter(self.metrics_url, "penstock_engine_decode_tokens_total")
 
     def submit(self) -> str:
         """Submit a background job and return its id."""

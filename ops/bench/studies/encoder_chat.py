@@ -12,44 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from bench.child import free_port
-from bench.studies.encoder_doors import served
+from bench.studies.background import MODES, STEP_SECONDS, Turn, counter
+from bench.studies.encoder_doors import begin_batch, served, upload_rows
 from bench.studies.encoders import texts_of
 
 CHAT_EVERY_S = 2.0
 ROW_TEXTS, NUM_ROWS = 32, 1500
 CHAT_WORDS, CHAT_TOKENS = 60, 96
 SETTLE_S = 3.0
-_STEP_SECONDS = r"^penstock_engine_step_kind_seconds_total(?:\{[^}]*\})? (\S+)"
-_TOKENS = r"^penstock_engine_prefill_tokens_total(?:\{[^}]*\})? (\S+)"
-
-
-@dataclass(slots=True)
-class Seen:
-    """What the turns of one kind gave."""
-
-    first_ms: list[float] = field(default_factory=list)
-    gaps_ms: list[float] = field(default_factory=list)
-    busy_s: float = 0.0
-    """Seconds in which the chat's node computed."""
-    num_tokens: int = 0
-    """Tokens that the encoder computed."""
-    took_s: float = 0.0
 
 
 @contextmanager
@@ -65,23 +48,26 @@ def node(model: Path, runtime: Path, num_threads: int, metrics_port: int) -> Ite
         process.wait()
 
 
-def total(url: str, pattern: str) -> float:
-    """Return the sum of a counter's values at a node."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return sum(map(float, re.findall(pattern, answer.read().decode(), re.MULTILINE)))
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The two nodes, by the names of their models and the addresses of their metrics."""
+
+    chat: str
+    encoder: str
+    chat_metrics: str
+    encoder_metrics: str
+
+    def counters(self) -> tuple[float, float]:
+        """Return the seconds that the chat's node has computed, and the tokens that the encoder has."""
+        num_tokens = counter(self.encoder_metrics, "penstock_engine_prefill_tokens_total")
+        return counter(self.chat_metrics, STEP_SECONDS), num_tokens
 
 
-def begin_batch(http: httpx.Client, model: str, folder: Path) -> str:
-    """Begin a batch of embeddings and return its id."""
+def upload(http: httpx.Client, model: str, folder: Path) -> str:
+    """Upload the batch file and return its id."""
     texts = texts_of(folder, ROW_TEXTS * NUM_ROWS, 20, 254, 7)
-    rows = []
-    for at in range(NUM_ROWS):
-        body = {"model": model, "input": texts[at * ROW_TEXTS : (at + 1) * ROW_TEXTS], "truncate_prompt_tokens": -1}
-        rows.append(json.dumps({"custom_id": str(at), "method": "POST", "url": "/v1/embeddings", "body": body}))
-    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("rows.jsonl", "\n".join(rows).encode())}}
-    file = http.post("/v1/files", **form).raise_for_status().json()
-    body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    return str(http.post("/v1/batches", json=body).raise_for_status().json()["id"])
+    parts = (texts[first : first + ROW_TEXTS] for first in range(0, len(texts), ROW_TEXTS))
+    return upload_rows(http, [{"model": model, "input": part, "truncate_prompt_tokens": -1} for part in parts])
 
 
 def end_batch(http: httpx.Client, batch: str) -> None:
@@ -93,7 +79,7 @@ def end_batch(http: httpx.Client, batch: str) -> None:
         time.sleep(0.1)
 
 
-def chat(http: httpx.Client, model: str, text: str, seen: Seen) -> None:
+def chat(http: httpx.Client, model: str, text: str, seen: Turn) -> None:
     """Stream one answer and note its times."""
     sampling = {"max_tokens": CHAT_TOKENS, "ignore_eos": True, "temperature": 0}
     body = {"model": model, "prompt": text, "stream": True, **sampling}
@@ -107,19 +93,21 @@ def chat(http: httpx.Client, model: str, text: str, seen: Seen) -> None:
                 last_s, times = now_s, seen.gaps_ms
 
 
-def turn(http: httpx.Client, names: tuple[str, str], urls: tuple[str, str], texts: list[str], kind: str, seen: Seen,
-         folder: Path) -> None:  # fmt: skip
-    """Run one turn: a chat of each text, or as long without them."""
-    batch = None if kind == "chats" else begin_batch(http, names[1], folder)
+def run_turn(
+    http: httpx.Client, nodes: Nodes, chats: list[str], file_id: str | None, seconds: float, seen: Turn
+) -> None:
+    """Send the chats, one every CHAT_EVERY_S, beside a batch of the file's rows if there is one."""
+    batch = None if file_id is None else begin_batch(http, file_id)["id"]
     time.sleep(SETTLE_S)
-    begun_s, busy_s, num_tokens = time.perf_counter(), total(urls[0], _STEP_SECONDS), total(urls[1], _TOKENS)
-    for at, text in enumerate(texts, 1):
-        if kind != "batch":
-            chat(http, names[0], text, seen)
+    begun_s, (busy_s, num_tokens) = time.perf_counter(), nodes.counters()
+    for at, text in enumerate(chats):
         time.sleep(max(0.0, begun_s + at * CHAT_EVERY_S - time.perf_counter()))
+        chat(http, nodes.chat, text, seen)
+    time.sleep(max(0.0, begun_s + seconds - time.perf_counter()))
     seen.took_s += time.perf_counter() - begun_s
-    seen.busy_s += total(urls[0], _STEP_SECONDS) - busy_s
-    seen.num_tokens += round(total(urls[1], _TOKENS) - num_tokens)
+    after = nodes.counters()
+    seen.busy_s += after[0] - busy_s
+    seen.num_background += round(after[1] - num_tokens)
     if batch is not None:
         end_batch(http, batch)
 
@@ -133,7 +121,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--chats", type=int, default=15, help="chats of a turn")
     options = parser.parse_args()
-    seen = {kind: Seen() for kind in ("chats", "both", "batch")}
+    seen = {mode: Turn() for mode in MODES}
     with tempfile.TemporaryDirectory(prefix="chat") as name:
         (runtime := Path(name) / "runtime").mkdir(mode=0o700)
         ports = free_port(), free_port()
@@ -145,18 +133,21 @@ def main() -> None:
             while len(listed := http.get("/v1/models").json()["data"]) < 2:
                 time.sleep(0.2)
             names = sorted((one["id"] for one in listed), key=lambda one: one == options.folder.name)
-            urls = (f"http://127.0.0.1:{ports[0]}/metrics", f"http://127.0.0.1:{ports[1]}/metrics")
+            nodes = Nodes(names[0], names[1], *(f"http://127.0.0.1:{port}/metrics" for port in ports))
+            file_id = upload(http, nodes.encoder, options.folder)
+            seconds = options.chats * CHAT_EVERY_S
             for number in range(options.turns):
-                for kind, one in seen.items():
-                    texts = texts_of(options.folder, options.chats, CHAT_WORDS, CHAT_WORDS, 1000 * number + len(kind))
-                    turn(http, (names[0], names[1]), urls, texts, kind, one, options.folder)
-                    print(number, kind, f"{one.num_tokens / one.took_s:.0f} tokens/s", flush=True)
+                for at, (mode, one) in enumerate(seen.items()):
+                    count = 0 if mode == "background" else options.chats
+                    texts = texts_of(options.folder, count, CHAT_WORDS, CHAT_WORDS, len(MODES) * number + at)
+                    run_turn(http, nodes, texts, None if mode == "chats" else file_id, seconds, one)
+                    print(number, mode, f"{one.num_background / one.took_s:.0f} tokens/s", flush=True)
     alone, both, batch = seen.values()
     for title, ours, theirs in (("TTFT", both.first_ms, alone.first_ms), ("ITL", both.gaps_ms, alone.gaps_ms)):
         medians = statistics.median(theirs), statistics.median(ours)
         print(f"{title} p50 {medians[0]:.1f} ms alone, {medians[1]:.1f} beside, {medians[1] / medians[0]:.2f} x")
     left = 1 - alone.busy_s / alone.took_s
-    speeds = batch.num_tokens / batch.took_s, both.num_tokens / both.took_s
+    speeds = batch.num_background / batch.took_s, both.num_background / both.took_s
     print(f"batch {speeds[0]:.0f} tokens/s alone, {speeds[1]:.0f} beside; {left:.2f} of the time is left, ", end="")
     print(f"it gets {speeds[1] / speeds[0] / left:.2f} of that")
 

@@ -75,20 +75,25 @@ def _embeddings(http: httpx.Client, texts: list[str]) -> Any:
     return http.post("/v1/embeddings", json=body).raise_for_status().content
 
 
+def upload_rows(http: httpx.Client, bodies: list[dict[str, Any]]) -> str:
+    """Upload a batch file with a request for embeddings of each body, and return its id."""
+    request = {"method": "POST", "url": "/v1/embeddings"}
+    rows = "".join(json.dumps({"custom_id": str(at), **request, "body": one}) + "\n" for at, one in enumerate(bodies))
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("rows.jsonl", rows.encode())}}
+    return str(http.post("/v1/files", **form).raise_for_status().json()["id"])
+
+
+def begin_batch(http: httpx.Client, file_id: str) -> dict[str, Any]:
+    """Begin a batch of the rows of a file, and return it."""
+    body = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch: dict[str, Any] = http.post("/v1/batches", json=body).raise_for_status().json()
+    return batch
+
+
 def through_rows(http: httpx.Client, texts: list[str]) -> None:
     """Run a batch file whose rows have one text each, and read its output."""
     model = http.get("/v1/models").json()["data"][0]["id"]
-    rows = "".join(
-        json.dumps(
-            {"custom_id": str(at), "method": "POST", "url": "/v1/embeddings", "body": {"model": model, "input": one}}
-        )
-        + "\n"
-        for at, one in enumerate(texts)
-    )
-    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("rows.jsonl", rows.encode())}}
-    file = http.post("/v1/files", **form).raise_for_status().json()
-    body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    batch = http.post("/v1/batches", json=body).raise_for_status().json()
+    batch = begin_batch(http, upload_rows(http, [{"model": model, "input": one} for one in texts]))
     while batch["status"] not in {"completed", "failed"}:
         time.sleep(POLL_S)
         batch = http.get(f"/v1/batches/{batch['id']}").raise_for_status().json()

@@ -48,15 +48,18 @@ def _compiled(capability: int, *options: str, **variables: str) -> Facts:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def _is_launched(facts: dict[str, Any]) -> bool:
+    return facts["sm"] >= 90 or facts["kernel"] not in HOPPER_ONLY
+
+
 @pytest.mark.timeout(600)
 def test_every_kernel_becomes_ptx(compiled: Facts) -> None:
     assert {"_decode", "_prefill", "_embed", "scan_tiles"} < launched_kernels()
     has_float8 = compiled[0]["sm"] >= 89
     assert {facts["kernel"] for facts in compiled} == launched_kernels() - (set() if has_float8 else FLOAT8_ONLY)
     assert all(facts["is_ptx"] for facts in compiled)
-    for facts in compiled:
-        is_launched = facts["sm"] >= 90 or facts["kernel"] not in HOPPER_ONLY
-        assert facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]) or not is_launched, facts
+    for facts in filter(_is_launched, compiled):
+        assert facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]), facts
 
 
 @pytest.mark.slow
@@ -106,9 +109,7 @@ def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(bina
 
     Float32 in heads of 256 does, as no model needs it.
     """
-    for facts in binaries:
-        if facts["sm"] < 90 and facts["kernel"] in HOPPER_ONLY:
-            continue
+    for facts in filter(_is_launched, binaries):
         assert facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]), facts
         is_wide = facts["constants"].get("HEAD", 0) > 128
         if is_wide and facts["dtype"] == "torch.float32":

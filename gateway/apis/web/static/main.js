@@ -59,6 +59,7 @@ function startKeyDialog() {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
   const check = () => input.setCustomValidity(apiKey.isSendable(input.value.trim()) ? "" : NO_KEY);
+  let openedMs = 0; // when the dialog was last opened
   const open = (reason) => {
     if (document.querySelector("dialog[open]")) return;
     byId("key-reason").textContent = reason;
@@ -68,7 +69,6 @@ function startKeyDialog() {
     dialog.showModal();
     openedMs = performance.now();
   };
-  let openedMs = 0;
   let declined; // the key with which the user closed the dialog that the page had opened
   let actedMs = 0; // when the user last did something outside the dialog
   let againMs = 0; // when the user, having declined, did something that may ask again
